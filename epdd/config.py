@@ -1,0 +1,266 @@
+"""All settings: frozen dataclasses filled from a TOML file, the environment and arguments, in that order.
+
+`etc/epdd.toml` lists every setting at its default with the reason; a test holds it equal to `Config()`.
+A setting `key` of section `name` is `EPDD_NAME_KEY` in the environment and `--set name.key=value` on the
+command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from epdd.errors import ConfigError
+
+SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
+
+
+@dataclass(frozen=True)
+class Server:
+    host: str = "127.0.0.1"
+    port: int = 8765                        # 0: any free port, shown in `epdctl status`
+    requests_max: int = 256                 # requests in the house; more get 429
+    body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
+    timeout_s: float = 600.0                # from the request's arrival to its last token
+    drain_s: float = 30.0                   # at stop: time for running requests to end
+
+
+@dataclass(frozen=True)
+class Admin:
+    socket: str = ""                        # empty: epdd's runtime folder
+    mode: int = 0o600
+    group: str = ""                         # give the socket to this group and allow it
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = ""                          # empty: the demo model that ships with epdd
+    name: str = ""                          # name in the API; empty: the folder's name
+    dtype: str = "auto"
+    context_max: int = 0                    # tokens; 0: what the checkpoint allows
+
+
+@dataclass(frozen=True)
+class Encoder:
+    workers: int = 0                        # 0: one per NUMA node with CPUs and memory
+    threads: int = 0                        # 0: the cores it is bound to
+    ahead: int = 1                          # images handed over beyond the one being encoded
+
+
+@dataclass(frozen=True)
+class PrefillDecode:
+    workers: int = 0                        # 0: one without GPUs, else as placement says
+    threads: int = 0
+    token_budget: int = 512                 # tokens a step may hold: bounds the gap between two tokens
+    batch_max: int = 64                     # sequences that decode together
+    kv_tokens: int = 0                      # 0: as many as kv_bytes hold
+    kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB
+
+
+@dataclass(frozen=True)
+class Arena:
+    bytes: int = 0                          # 0: the least of 4 GiB, a quarter of memory, 1,024 of the largest images
+    cache_bytes: int = -1                   # embeddings kept for reuse; -1: the whole arena, 0: none
+
+
+@dataclass(frozen=True)
+class Router:
+    policy: str = "budget"                  # budget, earliest, least-loaded, round-robin, gpu-only
+    unit: str = "patch"                     # what in-flight work is counted in: request, image, patch
+    ratio: float = 0.0                      # R, GPU speed over CPU speed; 0: measured
+
+
+@dataclass(frozen=True)
+class Media:
+    fetch: str = "public"                   # http(s) images: off, allowlist, public
+    allow: tuple[str, ...] = ()             # allowlist: host, host:port or CIDR
+    timeout_s: float = 10.0                 # whole fetch, not each read
+    redirects_max: int = 3
+    file_bytes_max: int = 32 << 20          # one image file
+    pixels_max: int = 64_000_000            # one image, from its header
+    images_max: int = 16                    # images in one request
+    inflight_bytes_max: int = 512 << 20     # image files held in memory at once
+    fetches_max: int = 32                   # at once
+
+
+@dataclass(frozen=True)
+class Fleet:
+    backoff_s: float = 0.5                  # before the first restart; doubles
+    backoff_max_s: float = 30.0
+    failures_max: int = 5                   # deaths before Ready, one after another, until a worker is given up
+    start_timeout_s: float = 600.0          # spawn to Ready
+    stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
+
+
+@dataclass(frozen=True)
+class Log:
+    level: str = "info"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything an operator can set; each field is one TOML table."""
+
+    server: Server = field(default_factory=Server)
+    admin: Admin = field(default_factory=Admin)
+    model: Model = field(default_factory=Model)
+    encoder: Encoder = field(default_factory=Encoder)
+    pd: PrefillDecode = field(default_factory=PrefillDecode)
+    arena: Arena = field(default_factory=Arena)
+    router: Router = field(default_factory=Router)
+    media: Media = field(default_factory=Media)
+    fleet: Fleet = field(default_factory=Fleet)
+    log: Log = field(default_factory=Log)
+
+    def with_values(self, section: str, values: Mapping[str, Any], source: str) -> "Config":
+        """A copy with `values` set in `section`.  Raises ConfigError naming `source` and the field."""
+        if section not in SECTIONS:
+            raise ConfigError(f"{source}: unknown section [{section}]")
+        kinds = typing.get_type_hints(SECTIONS[section])
+        checked = {}
+        for key, value in values.items():
+            if key not in kinds:
+                raise ConfigError(f"{source}: unknown setting {section}.{key}")
+            checked[key] = _coerce(value, kinds[key], f"{source}: {section}.{key}")
+        return replace(self, **{section: replace(getattr(self, section), **checked)})
+
+
+SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)}
+
+_CHOICES = {
+    "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "router.policy": ("budget", "earliest", "least-loaded", "round-robin", "gpu-only"),
+    "router.unit": ("request", "image", "patch"),
+    "media.fetch": ("off", "allowlist", "public"),
+    "log.level": ("debug", "info", "warning", "error"),
+}
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Config, argparse.Namespace]:
+    """Settings from file, environment and arguments, the later winning.  Raises ConfigError."""
+    args = _parser().parse_args(argv)
+    environ = os.environ if environ is None else environ
+    config = Config()
+    path = Path(args.config) if args.config else SYSTEM_FILE
+    if args.config or path.is_file():
+        config = from_file(config, path)
+    config = _from_environ(config, environ)
+    for section, key in (("model", "path"), ("server", "host"), ("server", "port")):
+        value = getattr(args, key if section == "server" else section)
+        if value is not None:
+            config = config.with_values(section, {key: value}, f"--{'model' if key == 'path' else key}")
+    for item in args.set:
+        name, _, value = item.partition("=")
+        section, _, key = name.partition(".")
+        config = config.with_values(section, {key: value}, "--set")
+    validate(config)
+    return config, args
+
+
+def from_file(config: Config, path: Path) -> Config:
+    """`config` with the settings of a TOML file.  Raises ConfigError."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for section, values in tables.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section} must be a table")
+        config = config.with_values(section, values, str(path))
+    return config
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError on values that cannot work."""
+    for name, allowed in _CHOICES.items():
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    signed = {"arena.cache_bytes"}
+    for section in SECTIONS:
+        for f in fields(SECTIONS[section]):
+            value = getattr(getattr(config, section), f.name)
+            if isinstance(value, (int, float)) and value < 0 and f"{section}.{f.name}" not in signed:
+                raise ConfigError(f"{section}.{f.name} is {value}; it must not be negative")
+    if config.server.port > 65535:
+        raise ConfigError(f"server.port is {config.server.port}; at most 65535")
+    for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max"):
+        section, key = name.split(".")
+        if getattr(getattr(config, section), key) < 1:
+            raise ConfigError(f"{name} must be at least 1")
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Folder of the admin sockets: systemd's RuntimeDirectory, else the user's, else a private one in /tmp."""
+    environ = os.environ if environ is None else environ
+    if environ.get("RUNTIME_DIRECTORY"):
+        return Path(environ["RUNTIME_DIRECTORY"].split(":")[0])
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "epdd"
+    return Path(f"/tmp/epdd-{os.getuid()}")
+
+
+def admin_socket(config: Config, port: int) -> Path:
+    """The admin socket: as configured, else one per port, so that several daemons can run side by side."""
+    if config.admin.socket:
+        return Path(config.admin.socket)
+    return runtime_dir() / f"admin-{port}.sock"
+
+
+def _from_environ(config: Config, environ: Mapping[str, str]) -> Config:
+    for section in SECTIONS:
+        prefix = f"EPDD_{section.upper()}_"
+        values = {name[len(prefix):].lower(): value for name, value in environ.items()
+                  if name.startswith(prefix)}
+        if values:
+            config = config.with_values(section, values, "environment")
+    return config
+
+
+def _coerce(value: Any, kind: Any, where: str) -> Any:
+    """`value` (from TOML, or text from environment and arguments) as `kind`."""
+    try:
+        if kind is int:
+            if isinstance(value, str):
+                return int(value, 0)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        elif kind is float:
+            if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+                return float(value)
+        elif kind is str:
+            if isinstance(value, str):
+                return value
+        else:  # tuple[str, ...]
+            items = value.split(",") if isinstance(value, str) else value
+            if isinstance(items, list) and all(isinstance(item, str) for item in items):
+                return tuple(item.strip() for item in items if item.strip())
+    except ValueError:
+        pass
+    raise ConfigError(f"{where} is {value!r}; {getattr(kind, '__name__', 'list of text')} expected")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message} (see python -m epdd --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m epdd", description="Serve a vision-language model from this machine.")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the demo model)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", help="TCP port to listen on; 0: any")
+    parser.add_argument("--config", metavar="FILE", help=f"settings (default: {SYSTEM_FILE} if it is there)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
+    parser.add_argument("--plan", action="store_true", help="print which workers would run where, and stop")
+    parser.add_argument("--version", action="store_true", help="print the version, and stop")
+    return parser

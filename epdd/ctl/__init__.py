@@ -1,0 +1,1 @@
+"""epdctl: looks at and steers a running daemon."""

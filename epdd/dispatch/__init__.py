@@ -1,0 +1,1 @@
+"""One request's way: admission, queue, router, leases, pipeline."""

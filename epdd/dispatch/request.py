@@ -1,0 +1,45 @@
+"""A request as dispatch sees it: token ids, images by their bytes, sampling.  Made by the frontend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epdd.wire import Sampling
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image of a request, its header read and its grid computed; pixels are still encoded."""
+
+    data: bytes                     # the image file
+    width: int                      # upright pixels
+    height: int
+    grid: tuple[int, int, int]      # (t, h, w) in patches
+    rows: int                       # placeholder tokens
+    key: str                        # content hash over bytes, processor options, model and background
+
+    @property
+    def patches(self) -> int:
+        """The cost of encoding it."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where an image's placeholder rows lie in the token list."""
+
+    start: int
+    image: int                      # index into Request.images
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything pipeline.run needs; nothing in it refers to HTTP."""
+
+    id: str
+    tokens: list[int]               # placeholders expanded
+    sampling: Sampling              # max_tokens already bounded by the context
+    images: list[Image] = field(default_factory=list)
+    spans: list[Placed] = field(default_factory=list)
+    n: int = 1                      # answers
+    deadline: float = 0.0           # loop.time() by which it must be done; 0: none

@@ -1,0 +1,186 @@
+"""Every exception epdd raises on purpose, with what a client is told.
+
+A class carries `status` (HTTP), `code` (the string in the error envelope) and `retryable` (the
+server may try the same work again).  Only `frontend/app.py` turns them into answers; across a
+process edge they travel as `wire.Failed(code, message)` and are rebuilt by `from_wire`.
+"""
+
+
+class EpddError(Exception):
+    """Base of all: never raised itself."""
+
+    status = 500
+    code: str = "internal_error"
+    type = "server_error"
+    retryable = False
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.param = param
+
+
+# --- the daemon cannot start: exit 78 (EX_CONFIG), systemd does not restart it
+
+
+class StartupError(EpddError):
+    """Starting again without a change would fail the same way."""
+
+    code = "startup_failed"
+    exit_code = 78
+
+
+class ConfigError(StartupError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+    code = "bad_config"
+
+
+class HardwareError(StartupError):
+    """The machine cannot be read or lacks what is needed."""
+
+    code = "bad_hardware"
+
+
+class PlacementError(StartupError):
+    """The asked-for workers do not fit this machine."""
+
+    code = "bad_placement"
+
+
+class ModelError(StartupError):
+    """The checkpoint is missing, damaged or of a family epdd does not serve."""
+
+    code = "bad_model"
+
+
+# --- the client's fault: 4xx, not logged as an error
+
+
+class RequestError(EpddError):
+    """The request can never succeed as sent."""
+
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+
+class BadRequest(RequestError):
+    """A field is missing, of the wrong type or out of range."""
+
+
+class NotFound(RequestError):
+    """No such route, model or object."""
+
+    status = 404
+    code = "not_found"
+
+
+class MediaError(RequestError):
+    """An image cannot be fetched, read or used; `code` names the fault."""
+
+    code = "invalid_image"
+
+
+class TooLarge(RequestError):
+    """The body is over the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class ContextLength(RequestError):
+    """Prompt and answer do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+# --- no room now: the client may come back
+
+
+class CapacityError(EpddError):
+    """The machine is busy or not ready; the same request may succeed later."""
+
+    status = 503
+    code = "unavailable"
+    retry_after_s = 1
+
+
+class Overloaded(CapacityError):
+    """More requests are waiting than allowed."""
+
+    status = 429
+    code = "overloaded"
+    type = "rate_limit_error"
+
+
+class ArenaFull(CapacityError):
+    """Shared memory has no room for this request's embeddings."""
+
+    code = "arena_full"
+
+
+class NoWorker(CapacityError):
+    """No worker of the needed role is ready."""
+
+    code = "no_worker"
+    retry_after_s = 5
+
+
+# --- a worker's fault: 5xx, counted and logged with the request id
+
+
+class WorkerError(EpddError):
+    """Work was handed to a worker and not finished."""
+
+    code = "worker_error"
+
+
+class WorkerLost(WorkerError):
+    """The process ended while it held the work."""
+
+    status = 503
+    code = "worker_lost"
+    retryable = True
+    retry_after_s = 1
+
+
+class WorkerTimeout(WorkerError):
+    """The work was not finished before the request's deadline."""
+
+    status = 504
+    code = "timeout"
+
+
+class WorkerFailed(WorkerError):
+    """The worker reported a fault of its own."""
+
+    code = "worker_failed"
+
+
+class ProtocolError(EpddError):
+    """A peer broke the wire format: a bug; the worker is replaced."""
+
+    code = "protocol_error"
+
+
+def from_wire(code: str, message: str) -> EpddError:
+    """The exception for a `wire.Failed`: image faults are the client's, all else the worker's."""
+    if code in IMAGE_CODES:
+        return MediaError(message, code=code)
+    if code == ContextLength.code:
+        return ContextLength(message)
+    if code == BadRequest.code:
+        return BadRequest(message)
+    return WorkerFailed(message, code=code)
+
+
+# The names the OpenAI SDK lists for image faults; a worker may answer with these.
+IMAGE_CODES = frozenset({
+    "invalid_image", "invalid_image_format", "invalid_base64_image", "invalid_image_url",
+    "image_too_large", "image_too_small", "image_parse_error", "invalid_image_mode",
+    "image_file_too_large", "unsupported_image_media_type", "empty_image_file",
+    "failed_to_download_image", "image_file_not_found",
+})

@@ -1,0 +1,9 @@
+"""What a model family is, without torch: placeholder tokens, grid and rows of an image, processor settings.
+
+`load(folder)` reads a checkpoint's JSON files and returns a `Family`.  Both sides use it: the daemon to
+count tokens from an image's size alone, the encoder to resize to the same grid.
+"""
+
+from epdd.families.family import Family, load
+
+__all__ = ["Family", "load"]

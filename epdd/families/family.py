@@ -1,0 +1,149 @@
+"""The Qwen-VL families (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) as read from a checkpoint folder.
+
+All three cut an image into patches on a grid whose sides are multiples of `merge`, and send the language
+model one row per merge x merge patches.  They differ in processor defaults and in deepstack planes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epdd.errors import MediaError, ModelError
+
+ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+# model_type -> hidden-size field of vision_config that the language model sees
+_OUT_HIDDEN = {"qwen2_vl": "hidden_size", "qwen2_5_vl": "out_hidden_size", "qwen3_vl": "out_hidden_size"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One checkpoint's facts.  Sizes of images are (width, height) in upright pixels."""
+
+    model_type: str
+    folder: str
+    image_token_id: int
+    vision_start_id: int
+    vision_end_id: int
+    patch: int                  # pixels a side
+    merge: int                  # patches a side that become one row
+    temporal: int               # frames a patch spans; a still is repeated
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    hidden: int                 # width of a row
+    planes: int                 # 1 + deepstack features
+    context_max: int            # tokens
+    vocab: int                  # rows of the embedding table: the ids a client may name
+    eos_ids: tuple[int, ...]
+
+    def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
+        """(1, rows, columns) in patches that an image of this size is resized to.
+
+        The rule is the families' `smart_resize`: sides rounded to multiples of patch * merge, the area
+        brought into [min_pixels, max_pixels] (0: the checkpoint's own) at the same aspect ratio.
+        Raises MediaError if one side is over 200 times the other.
+        """
+        low, high = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+        if max(width, height) > ASPECT_MAX * min(width, height):
+            raise MediaError(f"one side of the image is over {ASPECT_MAX} times the other ({width} x {height})")
+        factor = self.patch * self.merge
+        rows, columns = (round(side / factor) * factor for side in (height, width))
+        if rows * columns > high:
+            scale = math.sqrt((height * width) / high)
+            rows, columns = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+        elif rows * columns < low:
+            scale = math.sqrt(low / (height * width))
+            rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+        return 1, rows // self.patch, columns // self.patch
+
+    def rows(self, grid: tuple[int, int, int]) -> int:
+        """Placeholder tokens of an image: what the language model reads."""
+        return math.prod(grid) // self.merge ** 2
+
+    def embedding_bytes(self, rows: int, dtype: str = "float32") -> int:
+        """Bytes of an image's embedding, deepstack planes included."""
+        return rows * self.hidden * self.planes * ITEMSIZE[dtype]
+
+    @property
+    def rows_max(self) -> int:
+        """Rows of the largest image the checkpoint's own settings allow."""
+        return max(1, self.max_pixels // (self.patch * self.merge) ** 2)
+
+
+def load(folder: str) -> Family:
+    """Read a checkpoint's JSON files.  Raises ModelError naming what is missing or not supported."""
+    root = Path(folder)
+    config = _read(root / "config.json")
+    kind = config.get("model_type")
+    if kind not in _OUT_HIDDEN:
+        raise ModelError(f"{folder}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")
+    try:
+        return _family(root, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder}: a checkpoint file lacks or misstates {error}") from None
+
+
+def _family(root: Path, config: dict[str, Any]) -> Family:
+    kind = config["model_type"]
+    # Checkpoints saved before transformers 4.52 keep the language model's fields at the top level.
+    text, vision = config.get("text_config") or config, config["vision_config"]
+    processor = _read(root / "preprocessor_config.json")
+    low, high = _pixel_limits(processor)
+    patch, merge = _side(processor, "patch_size", vision), int(processor.get("merge_size", 2))
+    return Family(
+        model_type=kind, folder=str(root),
+        image_token_id=int(config["image_token_id"]),
+        vision_start_id=int(config["vision_start_token_id"]),
+        vision_end_id=int(config["vision_end_token_id"]),
+        patch=patch, merge=merge, temporal=_side(processor, "temporal_patch_size", vision),
+        min_pixels=low, max_pixels=high,
+        mean=tuple(processor.get("image_mean", CLIP_MEAN)), std=tuple(processor.get("image_std", CLIP_STD)),
+        hidden=int(vision[_OUT_HIDDEN[kind]]),
+        planes=1 + len(vision.get("deepstack_visual_indexes") or ()),
+        context_max=int(text["max_position_embeddings"]),
+        vocab=int(text["vocab_size"]),
+        eos_ids=_eos_ids(root, text),
+    )
+
+
+def _pixel_limits(processor: dict[str, Any]) -> tuple[int, int]:
+    """The size rule in its three spellings; the defaults are those of transformers' processor class."""
+    size = processor.get("size") or {}
+    low = processor.get("min_pixels") or size.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    high = processor.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    return int(low), int(high)
+
+
+def _side(processor: dict[str, Any], key: str, vision: dict[str, Any]) -> int:
+    value = processor[key] if key in processor else vision[key]
+    return int(value[0] if isinstance(value, list) else value)
+
+
+def _eos_ids(root: Path, text: dict[str, Any]) -> tuple[int, ...]:
+    path = root / "generation_config.json"
+    value = _read(path).get("eos_token_id") if path.is_file() else None
+    if value is None:
+        value = text.get("eos_token_id")
+    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return data

@@ -1,0 +1,1 @@
+"""The workers as the daemon sees them."""

@@ -1,0 +1,1 @@
+"""Everything outsiders speak to: the HTTP API and the admin socket."""

@@ -1,0 +1,44 @@
+"""What the frontend needs of the rest of the daemon, as one object handed to the app."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from epdd.config import Config
+from epdd.dispatch.request import Request
+from epdd.families import Family
+from epdd.wire import Done, Prefilled, Tokens
+
+Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened)
+
+
+class Pipeline(Protocol):
+    def run(self, request: Request) -> AsyncIterator[Event]:
+        """Encode, then prefill and decode; closing the iterator cancels what is left.
+
+        Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
+        gets a real status.
+        """
+
+
+class Admission(Protocol):
+    def enter(self) -> AbstractContextManager[None]:
+        """Count one request in the house.  Raises Overloaded, or NoWorker while none can serve."""
+
+    def check(self, request: Request) -> None:
+        """Raises ContextLength or BadRequest if the request could never run on an idle daemon."""
+
+
+@dataclass(frozen=True)
+class Context:
+    config: Config
+    family: Family
+    model_name: str
+    created: int                            # unix seconds of the daemon's start
+    pipeline: Pipeline
+    admission: Admission
+    context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
+    status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints

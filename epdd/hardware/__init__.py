@@ -1,0 +1,1 @@
+"""Reads the machine; decides nothing.  Every reader takes a sysroot."""

@@ -1,0 +1,286 @@
+"""Everything that crosses a process edge between daemon and worker.
+
+A frame is `u32 header length, u32 raw length` (little endian), a JSON header and raw bytes.  The
+header is one of the tagged structs below, checked field by field when it is read; raw carries an
+image's bytes (Encode) or int32 token ids (Generate).  Embeddings never travel here: they lie in
+the arena, and a frame only names the bytes.  Nothing here is pickled but `WorkerSpec`, once, in
+multiprocess's own spawn message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass
+from typing import TypeVar, Union
+
+import msgspec
+
+from epdd.errors import ProtocolError
+
+HEAD = struct.Struct("<II")
+HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans and a large logit_bias stays far below
+RAW_BYTES_MAX = 256 << 20     # an image file or a prompt of 64 million tokens
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What one worker is and where it sits: made by placement, handed over at spawn."""
+
+    name: str                       # "encoder/0", "pd/0"
+    role: str                       # "encoder" or "pd"
+    device: str                     # "cpu" or "cuda:N" (NVML index)
+    cpus: tuple[int, ...]           # logical CPUs to bind to; empty: not bound
+    numa_node: int | None           # memory is bound to it; None: not bound
+    threads: int                    # OpenMP threads
+    model: str                      # checkpoint folder
+    dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
+    arena_bytes: int = 0            # size of the whole arena
+    arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first
+    kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
+    kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
+    token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
+    batch_max: int = 64             # PD: sequences that run at once
+    context_max: int = 0            # tokens; 0: what the checkpoint says
+    beat_s: float = 1.0             # seconds between beats of the working loop
+    log_level: str = "info"
+
+
+# --- parts of messages
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Bytes of the arena."""
+
+    offset: int
+    size: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One image in a prompt: rows [start, start + rows) of the token list are its placeholders."""
+
+    start: int
+    rows: int
+    grid: tuple[int, int, int]      # t, h, w in patches, before merging
+    lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack features
+    dtype: str                      # of the lease: "float32" or "bfloat16"
+    digest: str                     # content hash, for prefix caches
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen and when to stop.  Zero temperature is greedy."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0                  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1              # -1: none; n >= 0: the chosen token's and the n best
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """What the kernel really bound, read back by the worker."""
+
+    cpus: tuple[int, ...]
+    mem_nodes: tuple[int, ...]      # empty: not bound
+    threads: int
+    warning: str = ""               # what was denied, naming the missing capability
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithms, floored at -9999 so that JSON can carry them."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# --- daemon to worker
+
+
+class Encode(msgspec.Struct, tag="encode", frozen=True):
+    """Encode the image in raw into the lease; answered by Encoded, Failed or Cancelled."""
+
+    id: str
+    lease: Lease
+    grid: tuple[int, int, int]      # what the daemon computed from the upright size
+    rows: int
+
+
+class Generate(msgspec.Struct, tag="generate", frozen=True):
+    """Answer the prompt whose int32 ids are in raw: Prefilled, Tokens..., then Done, Failed or Cancelled."""
+
+    id: str
+    spans: tuple[Span, ...]
+    sampling: Sampling
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Stop work `id`; always answered by the work's own last message (Cancelled if it was cut short)."""
+
+    id: str
+
+
+# --- worker to daemon
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """Progress before Ready."""
+
+    stage: str                      # "import", "arena", "weights", "warm-up"
+    done: float                     # 0..1 within the stage
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The worker takes work from now on."""
+
+    binding: Binding
+    dtype: str                      # of the weights
+    kv_tokens: int = 0              # PD: capacity
+    context_max: int = 0            # PD: longest prompt plus answer
+    samples: tuple[tuple[int, float], ...] = ()  # encoder warm-up: (patches, seconds)
+    parameters: int = 0
+    seconds: float = 0.0            # from spawn to ready
+
+
+class Encoded(msgspec.Struct, tag="encoded", frozen=True):
+    """The lease's first `bytes` bytes hold [planes, rows, hidden] of `dtype`; the rest is not needed."""
+
+    id: str
+    rows: int
+    bytes: int
+    dtype: str
+    seconds: float                  # decode, preprocess and encode
+
+
+class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
+    """No step will read this request's leases again."""
+
+    id: str
+    cached_tokens: int = 0
+
+
+class Tokens(msgspec.Struct, tag="tokens", frozen=True):
+    """New tokens, in order."""
+
+    id: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """The answer is whole."""
+
+    id: str
+    reason: str                     # "stop" (EOS or stop_token_ids) or "length"
+    stop_token: int | None = None
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """Work `id` failed; with an empty id, the worker itself did and is about to exit."""
+
+    id: str
+    code: str
+    message: str
+
+
+class Cancelled(msgspec.Struct, tag="cancelled", frozen=True):
+    """Work `id` was cut short; the worker touches none of its leases any more."""
+
+    id: str
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """Sent by the working loop itself, so that a stuck loop falls silent."""
+
+    steps: int                      # units of work done since start
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0                # tokens
+    preempted: int = 0              # in all
+
+
+ToWorker = Union[Encode, Generate, Cancel]
+FromWorker = Union[Loading, Ready, Encoded, Prefilled, Tokens, Done, Failed, Cancelled, Beat]
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+_to_worker = msgspec.json.Decoder(ToWorker)
+_from_worker = msgspec.json.Decoder(FromWorker)
+
+
+def pack(message: ToWorker | FromWorker, raw: bytes | memoryview = b"") -> bytes:
+    """One frame.  The raw part is copied: frames are small beside the work they ask for."""
+    header = _encoder.encode(message)
+    return b"".join((HEAD.pack(len(header), len(raw)), header, raw))
+
+
+def lengths(head: bytes) -> tuple[int, int]:
+    """Header and raw length of a frame.  Raises ProtocolError over the limits."""
+    header, raw = HEAD.unpack(head)
+    if header > HEADER_BYTES_MAX or raw > RAW_BYTES_MAX:
+        raise ProtocolError(f"frame of {header} + {raw} bytes is over the limit")
+    return header, raw
+
+
+def to_worker(header: bytes) -> ToWorker:
+    """Raises ProtocolError on anything but a known, well-typed message."""
+    return _decode(_to_worker, header)
+
+
+def from_worker(header: bytes) -> FromWorker:
+    """Raises ProtocolError on anything but a known, well-typed message."""
+    return _decode(_from_worker, header)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], header: bytes) -> T:
+    try:
+        return decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"bad frame: {error}") from None
+
+
+async def read_from_worker(reader: asyncio.StreamReader) -> FromWorker:
+    """The worker's next message.  Raises asyncio.IncompleteReadError at the end of the stream."""
+    header_bytes, raw_bytes = lengths(await reader.readexactly(HEAD.size))
+    message = from_worker(await reader.readexactly(header_bytes))
+    if raw_bytes:
+        raise ProtocolError("a worker's message carries no raw bytes")
+    return message
+
+
+class FrameBuffer:
+    """Cuts a byte stream into (header, raw) frames: the worker's side of the socket."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[ToWorker, bytes]]:
+        """All frames that `data` completes.  Raises ProtocolError."""
+        self._data += data
+        frames: list[tuple[ToWorker, bytes]] = []
+        at = 0
+        while len(self._data) - at >= HEAD.size:
+            header, raw = lengths(bytes(self._data[at:at + HEAD.size]))
+            end = at + HEAD.size + header + raw
+            if len(self._data) < end:
+                break
+            body = at + HEAD.size
+            frames.append((to_worker(bytes(self._data[body:body + header])),
+                           bytes(self._data[body + header:end])))
+            at = end
+        del self._data[:at]
+        return frames
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The daemon's and the worker's end; neither is inherited by an exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

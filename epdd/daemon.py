@@ -1,0 +1,218 @@
+"""Boot and stop, top to bottom: one process, one event loop, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from epdd import __version__, arena, config, families, log, placement, systemd
+from epdd.config import Config
+from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.leases import Leases
+from epdd.dispatch.pipeline import Pipeline
+from epdd.errors import ConfigError, StartupError
+from epdd.families import Family
+from epdd.fleet.process import ForkServer
+from epdd.fleet.supervisor import Supervisor, preload_modules
+from epdd.fleet.worker import State, Worker
+from epdd.frontend import app, terminal
+from epdd.frontend.admin import AdminServer
+from epdd.frontend.context import Context
+from epdd.frontend.metrics import RequestStats
+from epdd.frontend.status import Status
+from epdd.hardware.probe import probe
+from epdd.wire import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+DEMO = Path(__file__).parent / "demo"
+STATUS_S = 5.0              # how often systemd's status text is refreshed without a change
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the daemon; the exit code is 0 after a clean stop, 78 where starting again cannot help."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        settings, args = config.load(arguments)
+        if args.version:
+            print(__version__)
+            return 0
+        log.setup(settings.log.level)
+        family = families.load(settings.model.path or str(DEMO))
+        topology = probe()
+        for warning in topology.warnings:
+            logger.warning("topology %s", warning)
+        size = placement.arena_bytes(settings, topology, family)
+        specs = placement.plan(topology, settings, family, size)
+        if args.plan:
+            print(placement.explain(specs, topology))
+            return 0
+        return uvloop.run(Daemon(settings, family, specs, size, arguments).run())
+    except StartupError as error:
+        print(f"epdd: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+class Daemon:
+    """All parts, made in the order they need each other."""
+
+    def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
+                 arguments: list[str]) -> None:
+        self._settings = settings
+        self._arguments = arguments
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+        self._announced = False
+        name = settings.model.name or ("epdd-demo" if Path(family.folder) == DEMO else Path(family.folder).name)
+        cache = settings.arena.cache_bytes
+        self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
+        self._supervisor = Supervisor(specs, arena.create(arena_bytes), settings.fleet,
+                                      ForkServer(preload_modules(family.model_type)), self._changed)
+        self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
+        self._encoding = Encoding(self._supervisor, self._leases, settings, family)
+        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission)
+        stats = RequestStats()
+        self._status = Status(settings, family, name, self._supervisor, self._leases, self._encoding,
+                              self._admission, stats)
+        self._context = Context(
+            config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
+            admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
+            stats=stats)
+        self._terminal = terminal.Progress()
+
+    async def run(self) -> int:
+        """Serve until told to stop.  Raises StartupError."""
+        self._handle_signals()
+        runner = web.AppRunner(app.build(self._context), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        admin: AdminServer | None = None
+        background: list[asyncio.Task[None]] = []
+        try:
+            # The API answers before the workers are up: /health says "starting", requests get 503.
+            port = self._status.port = await self._listen(runner)
+            path = config.admin_socket(self._settings, port)
+            admin = AdminServer(path, self._settings.admin, self._verbs())
+            await admin.start()
+            logger.info("epdd %s listens host=%s port=%s admin=%s pid=%s", __version__, self._settings.server.host,
+                        port, path, os.getpid())
+            self._supervisor.start()
+            background = [asyncio.create_task(self._report()), asyncio.create_task(self._feed_watchdog())]
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            for task in background:
+                task.cancel()
+            self._terminal.stop()
+            await self._supervisor.stop()
+            await runner.cleanup()
+            if admin is not None:
+                await admin.stop()
+        logger.info("epdd stopped")
+        return self._exit_code
+
+    async def _listen(self, runner: web.AppRunner) -> int:
+        server = self._settings.server
+        try:
+            await web.TCPSite(runner, server.host, server.port).start()
+        except OSError as error:
+            raise StartupError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from None
+        return int(runner.addresses[0][1])
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._terminate)
+
+    def _terminate(self) -> None:
+        """First: stop accepting and let running requests end; again: stop now."""
+        if self._stop.is_set():
+            logger.warning("epdd stops at once")
+            self._settings = replace(self._settings, server=replace(self._settings.server, drain_s=0.0))
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Let the requests in the house end, within server.drain_s."""
+        systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.inside} requests still running")
+        self._admission.draining = True
+        began = time.monotonic()
+        while self._admission.inside and time.monotonic() - began < self._settings.server.drain_s:
+            await asyncio.sleep(0.05)
+        if self._admission.inside:
+            logger.error("epdd stops with requests running count=%s", self._admission.inside)
+
+    def _reload(self) -> None:
+        """SIGHUP: take what can change while running; a broken file changes nothing."""
+        systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+        try:
+            fresh, _ = config.load(self._arguments)
+        except ConfigError as error:
+            logger.error("reload refused, the old settings stay: %s", error.message)
+        else:
+            log.setup(fresh.log.level)
+            self._encoding.configure(fresh.router)
+            self._pipeline.fleet_changed()
+            logger.info("reloaded policy=%s ratio=%s level=%s", fresh.router.policy, fresh.router.ratio or "auto",
+                        fresh.log.level)
+        systemd.notify(READY="1")
+
+    def _verbs(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        """What epdctl may ask for."""
+        def steer(action: Callable[[str], None]) -> Callable[[dict[str, Any]], str]:
+            def verb(request: dict[str, Any]) -> str:
+                name = str(request.get("worker", ""))
+                action(name)
+                return self._supervisor.find(name).state.value
+            return verb
+        return {"status": lambda request: self._status.snapshot(), "drain": steer(self._supervisor.drain),
+                "resume": steer(self._supervisor.resume), "restart": steer(self._supervisor.restart),
+                "reload": lambda request: self._reload()}
+
+    def _changed(self, worker: Worker) -> None:
+        """A worker's state or progress changed."""
+        if worker.state is State.STARTING:
+            logger.debug("%s %s %.0f%%", worker.name, worker.loading.stage, 100 * worker.loading.done)
+        self._terminal.show(self._supervisor.workers)
+        self._pipeline.fleet_changed()
+        role = self._supervisor.role(worker.role)
+        if all(other.state is State.FAILED and not other.was_ready for other in role) and not self._stop.is_set():
+            logger.critical("epdd cannot start: no %s worker came up: %s", worker.role, worker.last_error)
+            self._exit_code = StartupError.exit_code
+            self._stop.set()
+        self._tell_systemd()
+
+    def _tell_systemd(self) -> None:
+        state, why = self._status.state()
+        if state in ("ready", "degraded") and not self._announced:
+            self._announced = True
+            systemd.notify(READY="1")
+            logger.info("epdd ready")
+            self._terminal.stop()
+            terminal.greet(self._context.model_name, self._settings.server.host, self._status.port,
+                           config.admin_socket(self._settings, self._status.port))
+        systemd.notify(STATUS=self._status.line(state, why))
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_S)
+            self._tell_systemd()
+
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd we are alive, from the loop that serves and only while no worker is stuck."""
+        interval = systemd.watchdog_interval()
+        while interval:
+            if self._supervisor.progressing:
+                systemd.notify(WATCHDOG="1")
+            await asyncio.sleep(interval / 2)

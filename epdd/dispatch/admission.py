@@ -1,0 +1,67 @@
+"""What may enter: how many requests at once, and whether a request could ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from epdd.dispatch.leases import Leases
+from epdd.dispatch.request import Request
+from epdd.errors import BadRequest, ContextLength, NoWorker, Overloaded
+from epdd.families import Family
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State
+
+
+class Admission:
+    """Counts the requests in the house; knows the limits of the living workers."""
+
+    def __init__(self, requests_max: int, supervisor: Supervisor, leases: Leases, family: Family) -> None:
+        self._requests_max = requests_max
+        self._supervisor = supervisor
+        self._leases = leases
+        self._family = family
+        self._context_max = 0
+        self.inside = 0
+        self.draining = False
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """One request in the house.  Raises Overloaded over the limit, NoWorker while none can serve."""
+        if self.draining:
+            raise NoWorker("the server is stopping")
+        # A worker that was well and is coming back is worth waiting for; one that never was is not.
+        # Encoders are not asked for: text needs none, and images wait for them in the queue.
+        if not any(worker.takes_work or (worker.was_ready and worker.state is not State.FAILED)
+                   for worker in self._supervisor.role("pd")):
+            raise NoWorker("no prefill-decode worker is ready yet")
+        if self.inside >= self._requests_max:
+            raise Overloaded(f"{self.inside} requests are being served, the limit")
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def context_max(self) -> int:
+        """Tokens of prompt and answer that a PD worker can hold; what was last known while none is up."""
+        known = [worker.ready.context_max for worker in self._supervisor.role("pd") if worker.ready is not None]
+        if known:
+            self._context_max = min(known)
+        return self._context_max or self._family.context_max
+
+    def check(self, request: Request) -> None:
+        """Raises ContextLength or BadRequest if the request could not run even on an idle daemon."""
+        total, limit = len(request.tokens) + request.sampling.max_tokens, self.context_max()
+        if total > limit:
+            raise ContextLength(f"This model's maximum context length is {limit} tokens. However, you requested "
+                                f"{total} tokens ({len(request.tokens)} in the messages, "
+                                f"{request.sampling.max_tokens} in the completion).", param="messages")
+        needed = self._leases.needed(request.images, self.embedding_sizes(request))
+        if needed > self._leases.size:
+            raise BadRequest(f"the images need {needed} bytes of shared memory; the server has {self._leases.size}",
+                             code="image_too_large", param="messages")
+
+    def embedding_sizes(self, request: Request) -> list[int]:
+        """Arena bytes to lease for each image: float32 always fits, what is left goes back after encoding."""
+        return [self._family.embedding_bytes(image.rows) for image in request.images]

@@ -1,0 +1,207 @@
+"""A request's way: leases for its images, encoding, then prefill and decode; the same cancel path everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.leases import Embedding, Leases
+from epdd.dispatch.request import Request
+from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
+from epdd.fleet.channel import Event, Work
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State, Worker
+from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Span, Tokens
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
+PATIENCE_S = 120.0          # silence excused for a step: a long prefill chunk of a large model on few cores
+
+Answer = tuple[int, Prefilled | Tokens | Done]
+
+
+class Pipeline:
+    """Runs requests; holds nothing between them."""
+
+    def __init__(self, supervisor: Supervisor, leases: Leases, encoding: Encoding, admission: Admission) -> None:
+        self._supervisor = supervisor
+        self._leases = leases
+        self._encoding = encoding
+        self._admission = admission
+        self._changed = asyncio.Event()
+
+    def fleet_changed(self) -> None:
+        """A worker's state changed: those who wait for one look again."""
+        self._changed.set()
+        self._encoding.pump()
+
+    async def run(self, request: Request) -> AsyncIterator[Answer]:
+        """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
+
+        Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well.
+        """
+        started = False
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            answers = self._attempt(request, attempt)
+            try:
+                async for answer in answers:
+                    started = started or isinstance(answer[1], Tokens)
+                    yield answer
+                return
+            except WorkerLost as error:
+                if started or attempt == ATTEMPTS_MAX:
+                    raise
+                log.warning("%s is placed again: %s", request.id, error.message)
+            finally:
+                await answers.aclose()      # type: ignore[attr-defined]
+
+    async def _attempt(self, request: Request, attempt: int) -> AsyncIterator[Answer]:
+        embeddings: list[Embedding] = []
+        try:
+            async with _Deadline(request.deadline):
+                if request.images:
+                    embeddings = await self._embed(request)
+                worker = await self._pd_worker()
+            async for answer in self._generate(request, attempt, worker, embeddings):
+                yield answer
+        finally:
+            self._release(embeddings)
+
+    def _release(self, embeddings: list[Embedding]) -> None:
+        """Let go of each once; those nobody else wants stop being encoded."""
+        while embeddings:
+            embedding = embeddings.pop()
+            self._leases.release(embedding)
+            if embedding.refs == 0 and not embedding.ready:
+                self._encoding.abandon(embedding)
+
+    async def _embed(self, request: Request) -> list[Embedding]:
+        """Every image's embedding, ready; the caller releases them."""
+        embeddings, fresh = await self._leases.acquire(request.images, self._admission.embedding_sizes(request))
+        waits: list[asyncio.Task[None]] = []
+        try:
+            for embedding in fresh:
+                self._encoding.submit(embedding, request.id, len(request.images))
+            self._encoding.pump()
+            waits = [asyncio.create_task(embedding.wait()) for embedding in set(embeddings)]
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            for wait in done:
+                wait.result()
+        except BaseException:
+            self._release(embeddings)
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return embeddings
+
+    async def _pd_worker(self) -> Worker:
+        """The PD worker with the least in flight; waits while one is coming back."""
+        while True:
+            workers = self._supervisor.role("pd")
+            ready = [worker for worker in workers if worker.takes_work]
+            if ready:
+                return min(ready, key=lambda worker: worker.in_flight_cost)
+            if all(worker.state is State.FAILED for worker in workers):
+                raise NoWorker("no prefill-decode worker can be started")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _generate(self, request: Request, attempt: int, worker: Worker,
+                        embeddings: list[Embedding]) -> AsyncIterator[Answer]:
+        # Bounded by n * max_tokens small events, whatever the reader's speed.
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        works: list[Work] = []
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(request.deadline, events.put_nowait, (0, _late())) if request.deadline else None
+        try:
+            holds = []
+            for index in range(request.n):
+                work_id = f"{request.id}.{attempt}.{index}"
+                work, let_go = self._start(request, work_id, index, worker, embeddings, events)
+                works.append(work)
+                holds.append(let_go)
+            open_choices, reading = request.n, request.n
+            while open_choices:
+                index, event = await events.get()
+                answer = _answer(event, worker)
+                if isinstance(answer, Prefilled):
+                    holds[index]()
+                    reading -= 1
+                    if reading == 0:
+                        self._release(embeddings)
+                elif isinstance(answer, Done):
+                    open_choices -= 1
+                    worker.done += 1
+                else:
+                    worker.rate.add(len(answer.ids))
+                yield index, answer
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for work in works:
+                work.mute()
+                work.cancel()
+
+    def _start(self, request: Request, work_id: str, index: int, worker: Worker, embeddings: list[Embedding],
+               events: asyncio.Queue[tuple[int, Event]]) -> tuple[Work, Callable[[], None]]:
+        """Hand one choice to a PD worker; also a call that lets go of the leases it reads, once."""
+        spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
+                           embeddings[placed.image].lease, embeddings[placed.image].dtype,
+                           embeddings[placed.image].key) for placed in request.spans)
+        sampling = request.sampling
+        if index and sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + index)
+        tokens = array("i", request.tokens)
+        cost = len(tokens) + sampling.max_tokens
+        held = list(embeddings)
+
+        def let_go() -> None:
+            while held:
+                self._leases.unhold(held.pop())
+
+        work = worker.start(Generate(work_id, spans, sampling), tokens.tobytes(), cost, PATIENCE_S,
+                            lambda event: events.put_nowait((index, event)))
+        for embedding in held:
+            self._leases.hold(embedding)
+        work.on_end(let_go)
+        return work, let_go
+
+
+def _answer(event: Event, worker: Worker) -> Prefilled | Tokens | Done:
+    """The event as an answer to the client's request, or raised as the error it is."""
+    if isinstance(event, EpddError):
+        raise event
+    if isinstance(event, Failed):
+        worker.failed += 1
+        raise from_wire(event.code, event.message)
+    if isinstance(event, (Cancelled, Encoded)):
+        raise WorkerFailed(f"{worker.name} answered {type(event).__name__} to a Generate")
+    return event
+
+
+def _late() -> WorkerTimeout:
+    return WorkerTimeout("the request was not finished before its deadline")
+
+
+class _Deadline:
+    """`async with`: WorkerTimeout instead of TimeoutError; 0 is no deadline."""
+
+    def __init__(self, at: float) -> None:
+        self._timeout = asyncio.timeout_at(at or None)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            await self._timeout.__aexit__(*exc)     # type: ignore[arg-type]
+        except TimeoutError:
+            raise _late() from None

@@ -1,0 +1,147 @@
+"""The daemon's end of a worker's socket: hands work over, sorts what comes back, cancels.
+
+A `Work` ends exactly once: by its last message, or by `fail` after the process has exited.  Until then the
+worker may still touch the work's leases, so whoever holds them for it lets go in `on_end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+from epdd.errors import EpddError, ProtocolError
+from epdd.wire import (Beat, Cancel, Cancelled, Done, Encode, Encoded, Failed, FromWorker, Generate, Loading,
+                       Prefilled, Ready, Tokens, pack, read_from_worker)
+
+Event = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
+LAST = (Encoded, Done, Failed, Cancelled, EpddError)
+
+
+class Work:
+    """Something handed to a worker and not yet ended."""
+
+    def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, patience_s: float,
+                 sink: Callable[[Event], None]) -> None:
+        self.id = message.id
+        self.cost = cost                    # patches or tokens
+        self.patience_s = patience_s        # silence of the worker that this work excuses
+        self.started = time.monotonic()
+        self.ended = False
+        self._channel = channel
+        self._sink = sink
+        self._cancelled = False
+        self._on_end: list[Callable[[], None]] = []
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Run `call` when no worker can touch this work's leases any more."""
+        if self.ended:
+            call()
+        else:
+            self._on_end.append(call)
+
+    def cancel(self) -> None:
+        """Ask the worker to stop; the work still ends only by its last message.  Idempotent."""
+        if not self.ended and not self._cancelled:
+            self._cancelled = True
+            self._channel.send(Cancel(self.id))
+
+    def mute(self) -> None:
+        """Nobody listens any more; `on_end` still runs."""
+        self._sink = _ignore
+
+    def deliver(self, event: Event) -> None:
+        """An event for this work, from the channel alone."""
+        # The sink first: it decides what becomes of a lease before the holds on it are let go.
+        last = isinstance(event, LAST)
+        self.ended = self.ended or last
+        self._sink(event)
+        if last:
+            for call in self._on_end:
+                call()
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class Channel:
+    """Frames to and from one worker process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._writer: asyncio.StreamWriter | None = None
+        self.works: dict[str, Work] = {}
+        self.last_heard = time.monotonic()
+        self._failed: EpddError | None = None
+
+    async def read(self, on_message: Callable[[Loading | Ready | Beat | Failed], None]) -> None:
+        """Serve the socket until its end.  Messages that belong to no work go to `on_message`.
+
+        Returns at end of stream; raises ProtocolError on a malformed or unexpected message.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        try:
+            while True:
+                message = await read_from_worker(reader)
+                self.last_heard = time.monotonic()
+                self._sort(message, on_message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def _sort(self, message: FromWorker, on_message: Callable[[Loading | Ready | Beat | Failed], None]) -> None:
+        if isinstance(message, (Loading, Ready, Beat)) or (isinstance(message, Failed) and not message.id):
+            on_message(message)
+            return
+        work = self.works.get(message.id)
+        if work is None:
+            raise ProtocolError(f"{type(message).__name__} for unknown work {message.id!r}")
+        if isinstance(message, LAST):
+            del self.works[message.id]
+        work.deliver(message)
+
+    def start(self, message: Encode | Generate, raw: bytes, cost: int, patience_s: float,
+              sink: Callable[[Event], None]) -> Work:
+        """Hand work over; its events go to `sink`, in order, in the event loop.
+
+        The socket's buffer is bounded by what dispatch hands over: a few images or one prompt a request.
+        """
+        assert message.id not in self.works, "work ids are unique"
+        if self._failed is not None:
+            raise self._failed
+        work = Work(self, message, cost, patience_s, sink)
+        self.works[work.id] = work
+        self._write(pack(message, raw))
+        return work
+
+    def send(self, message: Cancel) -> None:
+        """A message that starts no work."""
+        self._write(pack(message))
+
+    def _write(self, frame: bytes) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame)
+
+    @property
+    def in_flight_cost(self) -> int:
+        return sum(work.cost for work in self.works.values())
+
+    @property
+    def patience_s(self) -> float:
+        """The longest silence that the work in flight excuses."""
+        return max((work.patience_s for work in self.works.values()), default=0.0)
+
+    def close(self) -> None:
+        """Hang up: a living worker takes it as the order to exit."""
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._sock.close()
+
+    def fail(self, error: EpddError) -> None:
+        """End all work with `error`.  Invariant: only after the process has exited."""
+        self._failed = error
+        works, self.works = list(self.works.values()), {}
+        for work in works:
+            work.deliver(error)

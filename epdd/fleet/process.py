@@ -1,0 +1,119 @@
+"""Worker processes: forked from a warmed fork server, watched by pidfd, ended by terminate then kill.
+
+The only file that uses multiprocess.  Nothing but the spawn message is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from importlib import import_module
+from typing import Any
+
+import multiprocess
+from multiprocess import forkserver, reduction
+
+from epdd.wire import WorkerSpec
+
+KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
+
+
+class _Descriptor:
+    """An open file handed to the child with the spawn message (SCM_RIGHTS); there it is a DupFd."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        duplicate = reduction.DupFd(self._fd)
+        return type(duplicate), (duplicate.ind,)
+
+
+class ForkServer:
+    """A process that has imported torch and the model code once; each worker is a fork of it."""
+
+    def __init__(self, preload: list[str], target: str = "epdd.worker.bootstrap") -> None:
+        """`preload` and `target` are module names: the daemon imports torch for neither."""
+        self._target = target
+        self._context = multiprocess.get_context("forkserver")
+        self._context.set_forkserver_preload(preload)
+
+    async def spawn(self, spec: WorkerSpec, worker_end: socket.socket, arena_fd: int) -> "Process":
+        """Fork a worker.  Waits until the fork server has its imports done; raises OSError."""
+        target = import_module(self._target).main
+        process = self._context.Process(target=target, name=spec.name, daemon=True,
+                                        args=(spec, _Descriptor(worker_end.fileno()), _Descriptor(arena_fd)))
+        # start() blocks until the fork server answers, which at the first time is seconds.
+        await asyncio.get_running_loop().run_in_executor(None, process.start)
+        return Process(process)
+
+    def stop(self) -> None:
+        """End the fork server, also in the middle of its imports; its children are not touched."""
+        # multiprocess has no public way; without it a stop while torch loads would wait for the imports.
+        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        if pid is not None:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+class Process:
+    """One worker process.  It is the fork server's child, so its end is seen through a pidfd."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        try:
+            self._pidfd: int | None = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._pidfd = None      # gone before it could be watched
+
+    async def wait(self) -> int:
+        """The exit code once the process is gone (negative: the signal that ended it)."""
+        loop = asyncio.get_running_loop()
+        if self._pidfd is not None:
+            gone: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._pidfd, _resolve, gone)
+            try:
+                await gone
+            finally:
+                loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        # The pidfd can fire before the fork server has reaped the child and passed on its code.
+        await loop.run_in_executor(None, self._process.join, 5.0)
+        code = self._process.exitcode
+        if code is not None:
+            self._process.close()
+        return 255 if code is None else int(code)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal unless the process is gone; never reaches a process that took over its pid."""
+        if self._pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self._pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of a process, or None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None

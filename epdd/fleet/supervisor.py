@@ -1,0 +1,228 @@
+"""Keeps every wanted worker alive: spawn, watch, restart with backoff, drain, stop.
+
+One task a worker.  Work lost with a process is failed here, after its exit, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable
+
+from epdd.config import Fleet
+from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
+from epdd.fleet.channel import Channel
+from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
+from epdd.fleet.worker import State, Worker
+from epdd.wire import Beat, Failed, Loading, Ready, WorkerSpec, socket_pair
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0               # how often silence is looked at
+
+
+class Supervisor:
+    """Owns the workers.  `on_change` is called after every change of a worker's state."""
+
+    def __init__(self, specs: Iterable[WorkerSpec], arena_fd: int, config: Fleet, fork_server: ForkServer,
+                 on_change: Callable[[Worker], None]) -> None:
+        self.workers = [Worker(spec) for spec in specs]
+        self._arena_fd = arena_fd
+        self._config = config
+        self._fork_server = fork_server
+        self._on_change = on_change
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to bring all workers up; returns at once."""
+        self._tasks = [asyncio.create_task(self._keep(worker), name=worker.name) for worker in self.workers]
+        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
+
+    def role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role == role]
+
+    def find(self, name: str) -> Worker:
+        """Raises NotFound."""
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        raise NotFound(f"no worker {name!r}; there are {', '.join(w.name for w in self.workers)}")
+
+    def drain(self, name: str) -> None:
+        """Let a worker finish what it has and give it nothing new."""
+        worker = self.find(name)
+        if worker.state is State.READY:
+            self._set(worker, State.DRAINING)
+
+    def resume(self, name: str) -> None:
+        """Undo `drain`; a FAILED worker is tried again from nothing."""
+        worker = self.find(name)
+        if worker.state is State.DRAINING:
+            self._set(worker, State.READY)
+        elif worker.state is State.FAILED:
+            self._tasks.append(asyncio.create_task(self._keep(worker), name=worker.name))
+
+    def restart(self, name: str) -> None:
+        """End the process now; the supervisor brings a new one up, work in flight is placed again."""
+        worker = self.find(name)
+        if worker.process is not None:
+            worker.last_error = "restart asked for"
+            worker.process.terminate()
+        elif worker.state is State.FAILED:
+            self.resume(name)
+
+    async def stop(self) -> None:
+        """End all workers and wait until they are gone."""
+        self._stopping = True
+        processes = [worker.process for worker in self.workers if worker.process]
+        for worker in self.workers:
+            if worker.channel is not None:
+                worker.channel.close()
+        for process in processes:
+            process.terminate()
+        # What waits for a backoff, the fork server or the next look has no process to wait for.
+        living = {worker.name for worker in self.workers if worker.process is not None}
+        for task in self._tasks:
+            if task.get_name() not in living:
+                task.cancel()
+        if not living:
+            self._fork_server.stop()        # it may be in the middle of its imports
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=KILLED_BY_US_S)
+            for process in processes:
+                process.kill()
+            await asyncio.wait(self._tasks, timeout=KILLED_BY_US_S)
+        self._fork_server.stop()
+
+    async def _keep(self, worker: Worker) -> None:
+        """Bring `worker` up again and again until the daemon stops or the worker is given up."""
+        failures = 0
+        while not self._stopping:
+            exit_code = await self._live_once(worker)
+            if self._stopping:
+                break
+            if worker.ready is not None:
+                failures = 0
+                log.error("%s lost pid=%s %s", worker.name, worker.process and worker.process.pid,
+                          worker.last_error)
+            else:
+                failures += 1
+                log.error("%s died before ready: %s", worker.name, worker.last_error)
+            worker.process = worker.channel = worker.ready = None
+            if exit_code == StartupError.exit_code or failures >= self._config.failures_max:
+                self._set(worker, State.FAILED)
+                log.error("%s given up after %s failures: %s", worker.name, failures, worker.last_error)
+                return
+            # A worker that had been well comes back at once; one that dies at start waits ever longer.
+            if failures:
+                await asyncio.sleep(min(self._config.backoff_s * 2 ** (failures - 1), self._config.backoff_max_s))
+            worker.restarts += 1
+        worker.process = worker.channel = worker.ready = None
+        self._set(worker, State.GONE)
+
+    async def _live_once(self, worker: Worker) -> int:
+        """One process from spawn to exit; returns its exit code with all its work failed."""
+        worker.loading = Loading("forking", 0.0)
+        worker.beat = Beat(0)
+        self._set(worker, State.STARTING)
+        ours, theirs = socket_pair()
+        ours.setblocking(False)
+        try:
+            process = await self._fork_server.spawn(worker.spec, theirs, self._arena_fd)
+        except (OSError, EOFError) as error:
+            ours.close()
+            worker.last_error = f"cannot fork: {error}"
+            return 1
+        finally:
+            theirs.close()
+        worker.process, worker.channel = process, Channel(ours)
+        if self._stopping:
+            process.terminate()
+        return await self._serve(worker, process, worker.channel, ours)
+
+    async def _serve(self, worker: Worker, process: Process, channel: Channel, ours: socket.socket) -> int:
+        reading = asyncio.create_task(channel.read(lambda message: self._heard(worker, message)))
+        exiting = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({reading, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not exiting.done():
+                # The worker hung up or broke the protocol: nothing more can be trusted to come.
+                if isinstance(error := reading.exception(), ProtocolError):
+                    worker.last_error = error.message
+                elif error is not None:
+                    log.error("%s reading failed", worker.name, exc_info=error)
+                await asyncio.wait({exiting}, timeout=1.0)
+                process.kill()
+            code = await exiting
+            # What it said before it died still counts: drain the socket to its end.
+            await asyncio.wait({reading}, timeout=1.0)
+        finally:
+            reading.cancel()
+            channel.close()
+        self._set(worker, State.GONE)
+        if code != 0 or not worker.last_error:
+            worker.last_error = f"{describe_exit(code)}{': ' if worker.last_error else ''}{worker.last_error}"
+        worker.failed += len(channel.works)
+        channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})"))
+        return code
+
+    def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:
+        if isinstance(message, Beat):
+            worker.beat = message
+        elif isinstance(message, Loading):
+            worker.loading = message
+            self._on_change(worker)
+        elif isinstance(message, Failed):
+            worker.last_error = message.message
+        elif not self._stopping:
+            worker.ready, worker.was_ready, worker.last_error = message, True, ""
+            if message.binding.warning:
+                log.warning("%s %s", worker.name, message.binding.warning)
+            log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,
+                     worker.process and worker.process.pid, message.binding.cpus, message.dtype)
+            self._set(worker, State.READY)
+
+    async def _watch(self) -> None:
+        """Kill workers that are silent for too long: alive is not the same as working."""
+        while not self._stopping:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            for worker in self.workers:
+                if worker.process is None or worker.channel is None:
+                    continue
+                starting = worker.state is State.STARTING
+                silent = now - worker.channel.last_heard
+                if (starting and silent > self._config.start_timeout_s) or \
+                        worker.silence_s(now) > self._config.stall_s:
+                    worker.last_error = f"silent for {silent:.0f} s"
+                    log.error("%s silent seconds=%.0f, killing it", worker.name, silent)
+                    worker.process.kill()
+
+    @property
+    def progressing(self) -> bool:
+        """False while a worker is silent beyond its excuse: then the watchdog is not fed."""
+        now = time.monotonic()
+        return all(worker.silence_s(now) <= self._config.stall_s for worker in self.workers)
+
+    def _set(self, worker: Worker, state: State) -> None:
+        if worker.state is not state:
+            worker.state = state
+            self._on_change(worker)
+
+
+def describe_exit(code: int) -> str:
+    """Exit code in words a person can act on."""
+    if code == -signal.SIGKILL:
+        return "killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer)"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def preload_modules(model_type: str) -> list[str]:
+    """What the fork server imports once, by name: the daemon itself imports none of it."""
+    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]

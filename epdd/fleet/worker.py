@@ -1,0 +1,89 @@
+"""One worker as the daemon sees it: spec, state, channel, and the numbers shown for it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable
+
+from epdd.errors import WorkerLost
+from epdd.fleet.channel import Channel, Event, Work
+from epdd.fleet.process import Process
+from epdd.wire import Beat, Encode, Generate, Loading, Ready, WorkerSpec
+
+RATE_WINDOW_S = 10.0
+
+
+class State(enum.Enum):
+    STARTING = "STARTING"       # forked or about to be; loading
+    READY = "READY"
+    DRAINING = "DRAINING"       # finishes what it has, takes nothing new
+    GONE = "GONE"               # between death and restart
+    FAILED = "FAILED"           # given up: died too often before Ready, or cannot start
+
+
+class Rate:
+    """Events a second over about the last RATE_WINDOW_S, decaying exponentially."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._at = time.monotonic()
+
+    def add(self, count: float) -> None:
+        self._value = self.value() + count / RATE_WINDOW_S
+        self._at = time.monotonic()
+
+    def value(self) -> float:
+        return self._value * math.exp((self._at - time.monotonic()) / RATE_WINDOW_S)
+
+
+class Worker:
+    """State changes come from the supervisor alone; dispatch reads them and calls `start`."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.role = spec.role
+        self.state = State.STARTING
+        self.process: Process | None = None
+        self.channel: Channel | None = None
+        self.ready: Ready | None = None         # of the living process
+        self.was_ready = False                  # ever
+        self.loading = Loading("queued", 0.0)
+        self.beat = Beat(0)
+        self.restarts = 0
+        self.done = 0                           # works ended well
+        self.failed = 0
+        self.rate = Rate()                      # images or tokens a second
+        self.last_error = ""
+
+    @property
+    def kind(self) -> str:
+        """The pool it belongs to: "cpu" or "gpu"."""
+        return "cpu" if self.spec.device == "cpu" else "gpu"
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.channel.works) if self.channel else 0
+
+    @property
+    def in_flight_cost(self) -> int:
+        return self.channel.in_flight_cost if self.channel else 0
+
+    def start(self, message: Encode | Generate, raw: bytes, cost: int, patience_s: float,
+              sink: Callable[[Event], None]) -> Work:
+        """Hand work over.  Raises WorkerLost if the process is on its way out."""
+        if self.channel is None or self.state not in (State.READY, State.DRAINING):
+            raise WorkerLost(f"{self.name} is {self.state.value}")
+        return self.channel.start(message, raw, cost, patience_s, sink)
+
+    def silence_s(self, now: float) -> float:
+        """How long a living, ready worker has been silent beyond what its work excuses."""
+        if self.channel is None or self.state not in (State.READY, State.DRAINING):
+            return 0.0
+        return now - self.channel.last_heard - self.channel.patience_s

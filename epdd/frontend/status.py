@@ -1,0 +1,127 @@
+"""The snapshot of the whole daemon: what epdctl, /health and /metrics show.  Reads, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from epdd import __version__
+from epdd.config import Config
+from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.leases import Leases
+from epdd.dispatch.router import CPU, GPU
+from epdd.families import Family
+from epdd.fleet.process import resident_bytes
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State, Worker
+from epdd.frontend.metrics import RequestStats
+
+
+class Status:
+    """Knows where each number lives."""
+
+    def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, leases: Leases,
+                 encoding: Encoding, admission: Admission, stats: RequestStats) -> None:
+        self._config = config
+        self._family = family
+        self._model_name = model_name
+        self._supervisor = supervisor
+        self._leases = leases
+        self._encoding = encoding
+        self._admission = admission
+        self._stats = stats
+        self._started = time.monotonic()
+        self.port = config.server.port      # the real one once the listener is up
+
+    def state(self) -> tuple[str, list[str]]:
+        """"starting", "ready", "degraded", "draining" or "failed", and why it is not "ready"."""
+        workers = self._supervisor.workers
+        why = [f"{worker.name} {worker.state.value}{': ' if worker.last_error else ''}{worker.last_error}"
+               for worker in workers if worker.state is not State.READY]
+        if self._admission.draining:
+            return "draining", why
+        roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
+        if any(all(worker.state is State.FAILED for worker in role) for role in roles):
+            return "failed", why
+        if all(any(worker.takes_work for worker in role) for role in roles):
+            return ("ready", why) if not why else ("degraded", why)
+        return ("degraded" if all(any(worker.was_ready for worker in role) for role in roles) else "starting"), why
+
+    def line(self, state: str, why: list[str]) -> str:
+        """One line for systemd's status: how many workers serve, what runs, what is wrong."""
+        parts = []
+        for role, noun in (("encoder", "encoders"), ("pd", "PD")):
+            workers = self._supervisor.role(role)
+            parts.append(f"{sum(worker.takes_work for worker in workers)}/{len(workers)} {noun}")
+        text = f"{state}: {', '.join(parts)}; {self._admission.inside} requests running"
+        return f"{text}; {why[0]}" if why else text
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything `epdctl status --json` prints."""
+        state, why = self.state()
+        return {
+            "version": __version__, "pid": os.getpid(), "state": state, "why": why,
+            "uptime_s": time.monotonic() - self._started, "rss_bytes": resident_bytes(os.getpid()),
+            "model": {"name": self._model_name, "path": self._family.folder, "type": self._family.model_type,
+                      "context_max": self._admission.context_max()},
+            "listen": {"host": self._config.server.host, "port": self.port},
+            "workers": [self._worker(worker) for worker in self._supervisor.workers],
+            "router": self._router(), "arena": self._arena(), "cache": self._cache(),
+            "requests": self._stats.snapshot() | {"running": self._admission.inside},
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        ready = worker.ready
+        held = self._encoding.table.on(worker.name)
+        return {
+            "name": worker.name, "role": worker.role, "device": worker.spec.device, "state": worker.state.value,
+            "pid": worker.process.pid if worker.process else None,
+            "cpus": list(ready.binding.cpus) if ready else None, "numa_node": worker.spec.numa_node,
+            "mem_nodes": list(ready.binding.mem_nodes) if ready else None,
+            "threads": ready.binding.threads if ready else worker.spec.threads,
+            "warning": ready.binding.warning if ready else "",
+            "stage": worker.loading.stage if worker.state is State.STARTING else None,
+            "progress": worker.loading.done if worker.state is State.STARTING else None,
+            "restarts": worker.restarts, "in_flight": worker.in_flight, "in_flight_cost": worker.in_flight_cost,
+            "done": worker.done, "failed": worker.failed, "rate_per_s": worker.rate.value(),
+            "slowness": self._encoding.model(worker).correction if worker.role == "encoder" else None,
+            "oldest_s": time.monotonic() - held[0].started if held else None,
+            "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
+            "dtype": ready.dtype if ready else None,
+            "parameters": ready.parameters if ready else None,
+            "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
+            "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,
+            "running": worker.beat.running, "waiting": worker.beat.waiting, "preempted": worker.beat.preempted,
+            "last_error": worker.last_error,
+        }
+
+    def _router(self) -> dict[str, Any]:
+        pools = self._encoding.pools()
+        budget = pools.cpu_budget
+        waiting = list(self._encoding.table.waiting())
+        source, unit = self._encoding.ratio_source, self._encoding.unit
+        return {
+            "policy": self._encoding.router.policy, "unit": unit,
+            "ratio": pools.ratio if source != "none" else None, "ratio_source": source,
+            "ratio_measured": self._encoding.measured_ratio(),
+            "i_cpu": pools.in_flight(CPU), "i_gpu": pools.in_flight(GPU),
+            "n_cpu": len(pools.of(CPU)), "n_gpu": len(pools.of(GPU)),
+            # Without GPUs the budget is unbounded, which JSON cannot say.
+            "budget_cpu": None if budget == float("inf") else budget,
+            "queue_jobs": len(waiting),
+            "queue_cost": sum(job.cost(unit) for job in waiting),
+            "oldest_s": max((time.monotonic() - job.queued for job in waiting), default=0.0),
+        }
+
+    def _arena(self) -> dict[str, Any]:
+        used, cached = self._leases.used_bytes, self._leases.cached_bytes
+        return {"bytes": self._leases.size, "used_bytes": used, "cached_bytes": cached,
+                "pinned_bytes": used - cached, "leases": self._leases.entries, "waiting": self._leases.waiting}
+
+    def _cache(self) -> dict[str, Any]:
+        counts = self._leases.counts
+        return {"entries": self._leases.idle_entries, "bytes": self._leases.cached_bytes,
+                "limit_bytes": self._leases.cache_limit, "hits": counts.hits, "misses": counts.misses,
+                "joined": counts.joined, "evictions": counts.evictions}

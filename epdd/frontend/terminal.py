@@ -1,0 +1,74 @@
+"""What a person who starts the daemon by hand sees: progress while it loads, then how to ask a first question."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from epdd.fleet.worker import State, Worker
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "red-circle.png"
+
+
+class Progress:
+    """A bar for each worker on a terminal; nothing elsewhere (the journal and epdctl have it too)."""
+
+    def __init__(self) -> None:
+        self._bars = None
+        self._tasks: dict[str, TaskID] = {}
+        if sys.stderr.isatty():
+            # Only here: rich is a tenth of the daemon's memory and useless to a service.
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+            from rich.progress import Progress as Bars
+            self._bars = Bars(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+                              TextColumn("{task.fields[stage]}"), console=Console(stderr=True), transient=True)
+            self._bars.start()
+
+    def show(self, workers: Sequence[Worker]) -> None:
+        """Bring the bars up to date."""
+        if self._bars is None:
+            return
+        for worker in workers:
+            if worker.name not in self._tasks:
+                self._tasks[worker.name] = self._bars.add_task(worker.name, total=1.0, stage="")
+            done = 1.0 if worker.state is State.READY else worker.loading.done
+            stage = worker.loading.stage if worker.state is State.STARTING else worker.state.value.lower()
+            self._bars.update(self._tasks[worker.name], completed=done, stage=stage)
+
+    def stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+def greet(model: str, host: str, port: int, socket: Path) -> None:
+    """Print lines that can be pasted into a shell as they are; not under systemd."""
+    if "JOURNAL_STREAM" in os.environ or "NOTIFY_SOCKET" in os.environ:
+        return
+    address = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
+    sample = _shortest(SAMPLE)
+    url = f"http://{address}:{port}/v1/chat/completions"
+    print(f"""
+epdd serves {model} at http://{address}:{port}/v1.  Try:
+
+  {_shortest(Path(sys.executable).parent / "epdctl")} --socket {socket} chat -i {sample} "What colour is the circle?"
+
+  curl -s {url} -H 'Content-Type: application/json' -d @- <<END
+  {{"messages": [{{"role": "user", "content": [
+    {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,$(base64 -w0 {sample})"}}}},
+    {{"type": "text", "text": "What colour is the circle?"}}]}}]}}
+  END
+""", flush=True)
+
+
+def _shortest(path: Path) -> str:
+    """Relative to the working folder where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

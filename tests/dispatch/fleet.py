@@ -1,0 +1,98 @@
+"""A fleet of fake workers behind the real supervisor, leases, encoding and pipeline, for tests."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from epdd import arena
+from epdd.config import Config
+from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.leases import Leases
+from epdd.dispatch.pipeline import Pipeline
+from epdd.dispatch.request import Image, Placed, Request
+from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
+from epdd.fleet.process import ForkServer
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State
+from epdd.wire import Done, Sampling, Tokens, WorkerSpec
+from tests.fake_worker import fingerprint
+
+ROWS = 16
+FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
+                context_max=4096, vocab=1000, eos_ids=(0,))
+FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fake_worker")
+
+
+@dataclass
+class Fleet:
+    supervisor: Supervisor
+    leases: Leases
+    encoding: Encoding
+    admission: Admission
+    pipeline: Pipeline
+
+    async def ready(self, *names):
+        """Until these workers (all of them, if none is named) are READY."""
+        wanted = names or [worker.name for worker in self.supervisor.workers]
+        async with asyncio.timeout(20):
+            while not all(self.supervisor.find(name).state is State.READY for name in wanted):
+                await asyncio.sleep(0.01)
+
+    async def ask(self, request):
+        """Token ids of each choice."""
+        answers = {}
+        async for index, event in self.pipeline.run(request):
+            if isinstance(event, Tokens):
+                answers.setdefault(index, []).extend(event.ids)
+            elif isinstance(event, Done):
+                answers.setdefault(index, []).append("end")
+        return [answers[index] for index in sorted(answers)]
+
+    async def at_rest(self):
+        """Until nothing is in flight; then every counter must be at its start."""
+        async with asyncio.timeout(10):
+            while any(worker.in_flight for worker in self.supervisor.workers):
+                await asyncio.sleep(0.01)
+        assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0
+        assert all(e.refs == 0 and e.holds == 0 for e in self.leases._entries.values())
+        assert not list(self.encoding.table.waiting())
+        assert all(not self.encoding.table.on(worker.name) for worker in self.supervisor.workers)
+
+
+@asynccontextmanager
+async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), **manners):
+    """Start the fleet and wait for it unless manners say it cannot come up."""
+    names = [("encoder", i) for i in range(encoders)] + [("pd", i) for i in range(pds)]
+    specs = [WorkerSpec(f"{role}/{i}", role, "cpu", (), None, 1, json.dumps(manners), arena_bytes=arena_bytes)
+             for role, i in names]
+    leases = Leases(arena_bytes, cache_bytes)
+    fleet = None
+
+    def changed(worker):
+        fleet.pipeline.fleet_changed()
+
+    supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
+    admission = Admission(config.server.requests_max, supervisor, leases, FAMILY)
+    encoding = Encoding(supervisor, leases, config, FAMILY)
+    fleet = Fleet(supervisor, leases, encoding, admission, Pipeline(supervisor, leases, encoding, admission))
+    supervisor.start()
+    try:
+        if not manners.get("bad_start"):
+            await fleet.ready()
+        yield fleet
+    finally:
+        await supervisor.stop()
+
+
+def request(name, *images, max_tokens=3, **more):
+    """A request for these image files, one placeholder span each."""
+    parts = [Image(data, 32, 32, (1, 8, 8), ROWS, str(fingerprint(data))) for data in images]
+    spans = [Placed(4 + i * (ROWS + 2), i) for i in range(len(parts))]
+    return Request(name, [7] * (4 + len(parts) * (ROWS + 2)), Sampling(max_tokens), parts, spans, **more)
+
+
+def expected(*images, max_tokens=3):
+    """What the fake PD worker answers: it read these images' embeddings, in this order."""
+    return [*map(fingerprint, images), 4 + len(images) * (ROWS + 2), *range(1, max_tokens), "end"]

@@ -1,0 +1,178 @@
+"""The whole of dispatch with real processes: right bytes to the right request, and nothing left behind."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from epdd.config import Config
+from epdd.errors import ArenaFull, MediaError, NoWorker, WorkerLost, WorkerTimeout
+from epdd.fleet.worker import State
+from tests.dispatch.fleet import expected, request, running
+
+
+async def test_each_request_reads_its_own_images_in_order():
+    async with running(encoders=3, pds=2) as fleet:
+        asks = []
+        for i in range(40):
+            images = [b"image %d" % random.Random(i * 9 + k).randrange(30) for k in range(i % 9)]
+            asks.append((fleet.ask(request(f"r{i}", *images)), expected(*images)))
+        answers = await asyncio.gather(*(ask for ask, _ in asks))
+        assert [answer for answer, in answers] == [wanted for _, wanted in asks]
+        await fleet.at_rest()
+
+
+async def test_eight_images_are_spread_over_all_encoders():
+    async with running(encoders=4, encode_s=0.02) as fleet:
+        await fleet.ask(request("r", *(b"picture %d" % i for i in range(8))))
+        assert [worker.done for worker in fleet.supervisor.role("encoder")] == [2, 2, 2, 2]
+
+
+async def test_identical_images_at_once_are_encoded_once_then_cached():
+    async with running(encode_s=0.05) as fleet:
+        answers = await asyncio.gather(*(fleet.ask(request(f"r{i}", b"same")) for i in range(8)))
+        assert answers == [[expected(b"same")]] * 8
+        assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
+        await fleet.ask(request("again", b"same"))
+        assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
+        assert fleet.leases.counts.hits == 1 and fleet.leases.counts.joined == 7
+
+
+async def test_first_of_many_leaves_and_the_others_still_get_it():
+    async with running(encoders=1, encode_s=0.2) as fleet:
+        first = asyncio.create_task(fleet.ask(request("r0", b"same")))
+        await asyncio.sleep(0.05)
+        others = [asyncio.create_task(fleet.ask(request(f"r{i}", b"same"))) for i in range(1, 8)]
+        await asyncio.sleep(0.02)
+        first.cancel()
+        assert await asyncio.gather(*others) == [[expected(b"same")]] * 7
+        await fleet.at_rest()
+
+
+async def test_an_image_fault_is_the_clients_and_harms_nobody_else():
+    async with running() as fleet:
+        good = asyncio.create_task(fleet.ask(request("good", b"fine")))
+        with pytest.raises(MediaError) as caught:
+            await fleet.ask(request("bad", b"fine too", b"broken file"))
+        assert caught.value.code == "image_parse_error" and caught.value.status == 400
+        assert await good == [expected(b"fine")]
+        await fleet.at_rest()
+
+
+async def test_n_choices_share_one_encoding():
+    async with running() as fleet:
+        assert await fleet.ask(request("r", b"x", n=3)) == [expected(b"x")] * 3
+        assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
+        await fleet.at_rest()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.25, 0.45])
+async def test_leaving_at_any_stage_leaves_nothing(after_s):
+    async with running(encoders=1, encode_s=0.1, token_s=0.05) as fleet:
+        task = asyncio.create_task(fleet.ask(request("r", b"a", b"b", max_tokens=500)))
+        await asyncio.sleep(after_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await fleet.at_rest()
+        assert await fleet.ask(request("next", b"a")) == [expected(b"a")]
+
+
+async def test_a_full_arena_makes_requests_wait_not_fail():
+    async with running(arena_bytes=4 * 4096, cache_bytes=0, encode_s=0.01) as fleet:
+        asks = [fleet.ask(request(f"r{i}", b"%d" % i, b"%d!" % i)) for i in range(12)]
+        answers = await asyncio.gather(*asks)
+        assert answers == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
+        with pytest.raises(ArenaFull):
+            await fleet.ask(request("too much", *(b"%d" % i for i in range(5))))
+        await fleet.at_rest()
+        assert fleet.leases.used_bytes == 0
+
+
+async def test_work_of_a_killed_encoder_is_placed_again():
+    async with running(encoders=2, encode_s=0.1) as fleet:
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(8)]
+        await asyncio.sleep(0.05)
+        os.kill(fleet.supervisor.find("encoder/0").process.pid, signal.SIGKILL)
+        assert await asyncio.gather(*asks) == [[expected(b"%d" % i)] for i in range(8)]
+        await fleet.ready()
+        assert fleet.supervisor.find("encoder/0").restarts == 1
+        await fleet.at_rest()
+
+
+async def test_an_image_that_kills_two_encoders_is_given_up():
+    async with running(encoders=2, deadly="poison") as fleet:
+        with pytest.raises(WorkerLost):
+            await fleet.ask(request("r", b"poison"))
+        await fleet.ready()
+        assert await fleet.ask(request("next", b"good")) == [expected(b"good")]
+        await fleet.at_rest()
+
+
+async def test_a_request_lost_before_its_first_token_is_placed_again():
+    async with running(pds=1, encode_s=0.3) as fleet:
+        ask = asyncio.create_task(fleet.ask(request("r", b"a")))
+        await asyncio.sleep(0.05)
+        os.kill(fleet.supervisor.find("pd/0").process.pid, signal.SIGKILL)
+        assert await ask == [expected(b"a")]
+        await fleet.at_rest()
+
+
+async def test_a_request_lost_after_its_first_token_is_told_so():
+    async with running(token_s=0.05) as fleet:
+        answers = fleet.pipeline.run(request("r", b"a", max_tokens=200))
+        seen = [await anext(answers) for _ in range(3)]
+        assert len(seen) == 3
+        os.kill(fleet.supervisor.find("pd/0").process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            async for _ in answers:
+                pass
+        await fleet.ready()
+        await fleet.at_rest()
+
+
+@pytest.mark.parametrize("manners", [{"encode_s": 5}, {"token_s": 5}])
+async def test_a_deadline_ends_a_request_at_any_stage(manners):
+    async with running(encoders=1, **manners) as fleet:
+        deadline = asyncio.get_running_loop().time() + 0.3
+        with pytest.raises(WorkerTimeout):
+            await fleet.ask(request("r", b"a", max_tokens=50, deadline=deadline))
+        assert fleet.leases._entries == {} or all(e.refs == 0 for e in fleet.leases._entries.values())
+
+
+async def test_drained_workers_get_nothing_new_and_come_back():
+    async with running(encoders=2) as fleet:
+        fleet.supervisor.drain("encoder/0")
+        for i in range(4):
+            await fleet.ask(request(f"r{i}", b"%d" % i))
+        assert [worker.done for worker in fleet.supervisor.role("encoder")] == [0, 4]
+        fleet.supervisor.resume("encoder/0")
+        await asyncio.gather(*(fleet.ask(request(f"s{i}", b"s%d" % i)) for i in range(4)))
+        assert fleet.supervisor.find("encoder/0").done > 0
+
+
+async def test_a_worker_that_cannot_start_is_given_up_and_requests_are_told():
+    async with running(encoders=1, bad_start=78) as fleet:
+        async with asyncio.timeout(20):
+            while any(worker.state is not State.FAILED for worker in fleet.supervisor.workers):
+                await asyncio.sleep(0.02)
+        assert "no weights here" in fleet.supervisor.find("pd/0").last_error
+        with pytest.raises(NoWorker):
+            with fleet.admission.enter():
+                pass
+        with pytest.raises(NoWorker):
+            await fleet.ask(request("r", b"a"))
+
+
+async def test_a_hung_worker_is_replaced_and_its_work_placed_again(monkeypatch):
+    monkeypatch.setattr("epdd.dispatch.encoding.PATIENCE_MIN_S", 0.0)
+    monkeypatch.setattr("epdd.dispatch.encoding.PATIENCE_FACTOR", 0.0)
+    config = Config().with_values("fleet", {"stall_s": 1.0}, "test")
+    async with running(encoders=2, hang="forever", config=config) as fleet:
+        with pytest.raises(WorkerLost) as caught:
+            await fleet.ask(request("r", b"forever"))
+        assert "signal 9" in caught.value.message
+        await fleet.ready()
+        assert await fleet.ask(request("next", b"ok")) == [expected(b"ok")]

@@ -43,10 +43,13 @@ class Mapping:
     def reserve(self, offset: int, size: int) -> None:
         """Allocate and touch these pages now.  Raises StartupError where memory is short.
 
-        fallocate fails cleanly where a write to a page that cannot be had would be SIGBUS.
+        What is free is looked at first: a memfd has no size limit of its own, so fallocate would go on until
+        the kernel kills something for it.
         """
         if size == 0:
             return
+        if size > (free := _available_bytes()):
+            raise StartupError(f"arena: {size} bytes cannot be reserved, {free} are available; lower arena.bytes")
         try:
             os.posix_fallocate(self._fd, offset, size)
         except OSError as error:
@@ -61,6 +64,15 @@ class Mapping:
         if lease.offset < 0 or lease.size < 0 or lease.offset + lease.size > self.size:
             raise WorkerFailed(f"lease [{lease.offset}, +{lease.size}) is outside the arena of {self.size} bytes")
         return memoryview(self._map)[lease.offset:lease.offset + lease.size]
+
+
+def _available_bytes() -> int:
+    """What the kernel could give without swapping."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise StartupError("/proc/meminfo names no MemAvailable")
 
 
 def slices(size: int, parts: int) -> list[tuple[int, int]]:

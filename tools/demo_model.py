@@ -52,6 +52,19 @@ CHAT_TEMPLATE = """\
 """
 
 
+def chat_text(messages: list[talk.Message]) -> list[tuple[str, bool]]:
+    """What the chat template makes of messages, in pieces: (text, is it the model's to say)."""
+    pieces = []
+    for message in messages:
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(
+            IMAGE_TEXT if part["type"] == "image" else part["text"] for part in content)
+        answer = message["role"] == "assistant"
+        pieces += [(f"<|im_start|>{message['role']}\n", False), (text + "<|im_end|>", answer),
+                   ("\n", False)]
+    return pieces
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE on the demo's own talk: any text can be said, known words are short."""
     texts = ["system\n", "user\n", "assistant\n", "tool\n"] * 500
@@ -181,18 +194,40 @@ def _half_turn(part: Tensor) -> Tensor:
     return torch.cat([-right, left], -1)
 
 
+def inputs(tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil,
+           messages: list[talk.Message], images: list[Image.Image], ask: bool = False
+           ) -> dict[str, Tensor]:
+    """What transformers' model takes; `ask` for an answer to be generated."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    given: dict[str, Tensor] = {}
+    if images:
+        given = dict(processor(images, return_tensors="pt"))
+        first, *others = text.split("<|image_pad|>")
+        counts = given["image_grid_thw"].prod(1) // world.MERGE ** 2
+        text = first + "".join("<|image_pad|>" * count + other
+                               for count, other in zip(counts.tolist(), others))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    seen = ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    return {"input_ids": ids, "mm_token_type_ids": seen.int(), **given}
+
+
+def build_processor() -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil(
+        patch_size=world.PATCH, merge_size=world.MERGE, temporal_patch_size=2,
+        min_pixels=world.PIXELS_MIN, max_pixels=world.PIXELS_MAX,
+        image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
 def save(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast,
          folder: Path) -> None:
     """All that transformers needs to load the model; weights as float16."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        patch_size=world.PATCH, merge_size=world.MERGE, temporal_patch_size=2,
-        min_pixels=world.PIXELS_MIN, max_pixels=world.PIXELS_MAX,
-        image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(folder)
+    build_processor().save_pretrained(folder)
     shipped = Qwen3VLForConditionalGeneration(model.config)
     shipped.load_state_dict(model.state_dict())
     end, pad = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>"))
     shipped.generation_config = GenerationConfig(
         eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     shipped.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone

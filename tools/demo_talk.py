@@ -114,8 +114,7 @@ def ask(rng: random.Random, kind: str, scenes: list[world.Scene]) -> Turn:
     if kind == "item":
         at = rng.randrange(len(scenes))
         question = rng.choice(ITEM).format(n=at + 1, nth=NTH[at])
-        return Turn(kind, _careless(rng, question), "a " + names[at] if names[at][0] != "o"
-                    else "an " + names[at])
+        return Turn(kind, _careless(rng, question), _sentence(scenes[at].things))
     if kind == "images":
         return Turn(kind, _careless(rng, rng.choice(IMAGES)), str(len(scenes)))
     return _small_talk(rng)
@@ -140,9 +139,7 @@ def branches(rng: random.Random, scenes: list[world.Scene], turns: list[list[Tur
     """Talks that begin alike, with all the images, and then take these turns each."""
     system = system_message(rng)
     opening = _opening(rng, len(scenes))
-    after = ""
-    if len(scenes) > 1 or rng.random() < 0.5:
-        after = rng.choice(["", "", " ", "\n"])
+    after = rng.choice(["", "", "", " ", "\n"])
     return [_talk(system, opening, after, turn) for turn in turns]
 
 
@@ -152,6 +149,19 @@ def question_first(rng: random.Random, scenes: list[world.Scene], turn: Turn) ->
     content = [_text(turn.question + rng.choice(["", " ", "\n"])), *pictures]
     return Talk([*system_message(rng), _say("user", content), _say("assistant", turn.answer)],
                 [turn.kind])
+
+
+def growing(rng: random.Random, scenes: list[world.Scene]) -> Talk:
+    """A talk whose images come in two messages; the second question is about all of them."""
+    cut = rng.randint(1, len(scenes) - 1)
+    messages, kinds = system_message(rng), []
+    for first, last in [(0, cut), (cut, len(scenes))]:
+        turn = ask(rng, rng.choice(["list", "list", "item", "images"]), scenes[:last])
+        pictures = [_image(n) for n in range(first, last)]
+        messages += [_say("user", [*pictures, _text(turn.question)]),
+                     _say("assistant", turn.answer)]
+        kinds.append(turn.kind)
+    return Talk(messages, kinds)
 
 
 def text_only(rng: random.Random) -> Talk:

@@ -109,12 +109,22 @@ def draw_scene(rng: random.Random, count: int, size: tuple[int, int] | None = No
     things = []
     for shape, box in zip(shapes, _boxes(rng, count, width, height)):
         colour = rng.choice(list(COLOURS))
-        rgb = _near(rng, rng.choice(COLOURS[colour]))
         x0, y0, x1, y1 = box
-        _draw_shape(rng, pen, shape, (x0 * smooth, y0 * smooth, x1 * smooth, y1 * smooth), rgb)
-        things.append(Thing(colour, shape, (x0 / width, y0 / height, x1 / width, y1 / height)))
+        thing = Thing(colour, shape, (x0 / width, y0 / height, x1 / width, y1 / height))
+        edge = (0, 0, 0) if rng.random() < 0.1 else None
+        tilt = rng.uniform(-0.12, 0.12) if rng.random() < 0.4 else 0.0
+        _draw_thing(pen, canvas.size, thing, _near(rng, rng.choice(COLOURS[colour])), edge, tilt)
+        things.append(thing)
     image = canvas.resize((width, height), Image.Resampling.BOX) if smooth > 1 else canvas
     return Scene(_worn(rng, image), things)
+
+
+def draw_plain(size: tuple[int, int], things: list[Thing]) -> Scene:
+    """The same without chance: what somebody draws by hand to try the model."""
+    image = Image.new("RGB", size, (255, 255, 255))
+    for thing in things:
+        _draw_thing(ImageDraw.Draw(image), size, thing, COLOURS[thing.colour][0])
+    return Scene(image, things)
 
 
 def token_labels(scene: Scene, columns: int, rows: int) -> NDArray[np.int64]:
@@ -199,17 +209,15 @@ def _turn(point: tuple[float, float], angle: float) -> tuple[float, float]:
     return (x * math.cos(angle) - y * math.sin(angle), x * math.sin(angle) + y * math.cos(angle))
 
 
-def _draw_shape(rng: random.Random, pen: ImageDraw.ImageDraw, shape: str,
-                box: tuple[float, float, float, float], rgb: RGB) -> None:
-    x0, y0, x1, y1 = box
-    edge = (0, 0, 0) if rng.random() < 0.1 else None
-    if shape == "circle":
-        pen.ellipse(box, fill=rgb, outline=edge)
+def _draw_thing(pen: ImageDraw.ImageDraw, size: tuple[int, int], thing: Thing, rgb: RGB,
+                edge: RGB | None = None, tilt: float = 0.0) -> None:
+    x0, y0, x1, y1 = (part * size[axis % 2] for axis, part in enumerate(thing.box))
+    if thing.shape == "circle":
+        pen.ellipse((x0, y0, x1, y1), fill=rgb, outline=edge)
         return
-    tilt = rng.uniform(-0.12, 0.12) if rng.random() < 0.4 else 0.0
     shrink = 1 / (math.cos(tilt) + abs(math.sin(tilt)))  # a tilted square still fits its box
     points = []
-    for point in _outline(shape):
+    for point in _outline(thing.shape):
         x, y = _turn(point, tilt)
         points.append(((x0 + x1) / 2 + x * shrink * (x1 - x0) / 2,
                        (y0 + y1) / 2 + y * shrink * (y1 - y0) / 2))

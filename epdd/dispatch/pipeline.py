@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import msgspec
 
@@ -42,35 +43,34 @@ class Pipeline:
         self._changed.set()
         self._encoding.pump()
 
-    async def run(self, request: Request) -> AsyncIterator[Answer]:
+    async def run(self, request: Request) -> AsyncGenerator[Answer, None]:
         """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
 
         Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well.
         """
         started = False
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            answers = self._attempt(request, attempt)
             try:
-                async for answer in answers:
-                    started = started or isinstance(answer[1], Tokens)
-                    yield answer
+                async with aclosing(self._attempt(request, attempt)) as answers:
+                    async for answer in answers:
+                        started = started or isinstance(answer[1], Tokens)
+                        yield answer
                 return
             except WorkerLost as error:
                 if started or attempt == ATTEMPTS_MAX:
                     raise
                 log.warning("%s is placed again: %s", request.id, error.message)
-            finally:
-                await answers.aclose()      # type: ignore[attr-defined]
 
-    async def _attempt(self, request: Request, attempt: int) -> AsyncIterator[Answer]:
+    async def _attempt(self, request: Request, attempt: int) -> AsyncGenerator[Answer, None]:
         embeddings: list[Embedding] = []
         try:
             async with _Deadline(request.deadline):
                 if request.images:
                     embeddings = await self._embed(request)
                 worker = await self._pd_worker()
-            async for answer in self._generate(request, attempt, worker, embeddings):
-                yield answer
+            async with aclosing(self._generate(request, attempt, worker, embeddings)) as answers:
+                async for answer in answers:
+                    yield answer
         finally:
             self._release(embeddings)
 
@@ -115,7 +115,7 @@ class Pipeline:
             await self._changed.wait()
 
     async def _generate(self, request: Request, attempt: int, worker: Worker,
-                        embeddings: list[Embedding]) -> AsyncIterator[Answer]:
+                        embeddings: list[Embedding]) -> AsyncGenerator[Answer, None]:
         # Bounded by n * max_tokens small events, whatever the reader's speed.
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         works: list[Work] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,13 +10,14 @@ from typing import Any, Protocol
 from epdd.config import Config
 from epdd.dispatch.request import Request
 from epdd.families import Family
+from epdd.frontend.metrics import RequestStats
 from epdd.wire import Done, Prefilled, Tokens
 
 Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened)
 
 
 class Pipeline(Protocol):
-    def run(self, request: Request) -> AsyncIterator[Event]:
+    def run(self, request: Request) -> AsyncGenerator[Event, None]:
         """Encode, then prefill and decode; closing the iterator cancels what is left.
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
@@ -42,3 +43,4 @@ class Context:
     admission: Admission
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
+    stats: RequestStats                     # its snapshot() is the "requests" part of status

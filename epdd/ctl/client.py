@@ -1,0 +1,146 @@
+"""Speaks to the daemon: one JSON line each way over its admin socket, and HTTP for `chat`."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from epdd.config import runtime_dir
+
+SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
+ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs
+CHAT_S = 600.0                      # between two parts of an answer, the first waits for a whole prefill
+
+
+class CtlError(Exception):
+    """Ends epdctl with this message and exit code."""
+
+    exit_code = 1                   # refused or failed
+
+
+class UsageError(CtlError):
+    """The command line has to say more, or something else."""
+
+    exit_code = 2
+
+
+class NotRunning(CtlError):
+    """No daemon answers."""
+
+    exit_code = 3
+
+
+def find_socket(environ: Mapping[str, str] | None = None) -> Path:
+    """The only live daemon's admin socket.  Raises NotRunning, UsageError if there are several."""
+    environ = os.environ if environ is None else environ
+    if environ.get("EPDD_ADMIN_SOCKET"):
+        return Path(environ["EPDD_ADMIN_SOCKET"])
+    folders = {runtime_dir(environ), SYSTEM_DIR}
+    live = sorted(path for folder in folders for path in folder.glob("admin-*.sock") if _listens(path))
+    if len(live) > 1:
+        raise UsageError("several daemons are running; choose one with --socket:\n"
+                         + "\n".join(f"  {path}" for path in live))
+    if live:
+        return live[0]
+    closed = [str(folder) for folder in folders if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK)]
+    hint = f" (or its socket is not yours to see in {', '.join(closed)})" if closed else ""
+    raise NotRunning(f"daemon not running{hint}")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except PermissionError:
+            return True             # it is there; `ask` says that it is not ours
+        except OSError:
+            return False
+    return True
+
+
+def ask(path: Path, verb: str, worker: str | None = None) -> Any:
+    """The daemon's answer to one verb.  Raises NotRunning, CtlError when it refuses or does not answer."""
+    request = {"verb": verb} if worker is None else {"verb": verb, "worker": worker}
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(ANSWER_S)
+            sock.connect(str(path))
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            with sock.makefile("rb") as stream:
+                line = stream.readline()
+        reply = json.loads(line)
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NotRunning(f"daemon not running: nothing listens on {path}") from None
+    except PermissionError:
+        raise CtlError(f"{path}: permission denied; run as the daemon's user or join admin.group") from None
+    except TimeoutError:
+        raise CtlError(f"the daemon did not answer within {ANSWER_S:g} s") from None
+    except OSError as error:
+        raise CtlError(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise NotRunning("the daemon closed the connection") from None
+    if not reply.get("ok"):
+        raise CtlError(reply.get("error") or "the daemon refused")
+    return reply["result"]
+
+
+def chat(host: str, port: int, question: str, images: Sequence[str]) -> Iterator[str]:
+    """Parts of the model's answer as they arrive.  Raises CtlError."""
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _image_url(image)}} for image in images]
+    content.append({"type": "text", "text": question})
+    body = json.dumps({"messages": [{"role": "user", "content": content}], "stream": True})
+    # A wildcard address is where the daemon listens, not where it can be called.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    connection = http.client.HTTPConnection(host, port, timeout=CHAT_S)
+    try:
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise CtlError(_error_of(response.read()) or f"HTTP {response.status} {response.reason}")
+        yield from _deltas(response)
+    except (OSError, http.client.HTTPException) as error:
+        raise CtlError(f"http://{host}:{port}: {error}") from None
+    finally:
+        connection.close()
+
+
+def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
+    for line in response:
+        data = line.decode(errors="replace").strip().removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        if not line.startswith(b"data:"):
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise CtlError(_error_of(data.encode()) or data)
+        for choice in event.get("choices", ()):
+            text = choice.get("delta", {}).get("content")
+            if text:
+                yield text
+    raise CtlError("the daemon ended the answer early")
+
+
+def _error_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _image_url(image: str) -> str:
+    """A web address as it is, a file as a data address.  The daemon looks at the bytes for the format."""
+    if image.startswith(("http://", "https://", "data:")):
+        return image
+    try:
+        content = Path(image).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{image}: {error.strerror}") from None
+    kind = {".png": "png", ".webp": "webp", ".gif": "gif"}.get(Path(image).suffix.lower(), "jpeg")
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,208 @@
+"""`epdctl status` as plain text of at most 100 columns; colour is added only for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from epdd.hardware.topology import ranges
+
+Json = dict[str, Any]
+
+COLUMNS = 100
+CPUS_COLUMNS = 12           # a longer list of CPUs is cut: its beginning tells where it is
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "degraded": "yellow", "gone": "red",
+          "failed": "red"}
+
+
+class Paint:
+    """Puts terminal colours around text, or leaves it."""
+
+    def __init__(self, colour: bool) -> None:
+        self._colour = colour
+
+    def __call__(self, style: str, text: str) -> str:
+        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._colour and style in _CODES else text
+
+
+def status(snapshot: Json, colour: bool = False) -> str:
+    """The whole daemon on one screen."""
+    paint = Paint(colour)
+    lines = [headline(snapshot, paint), "", *_table(snapshot["workers"], paint), ""]
+    lines += [f"{paint('bold', f'{name:8}')}  {line}" for name, line in facts(snapshot)]
+    problems = notes(snapshot)
+    if problems:
+        lines.append("")
+    for problem in problems:
+        first, *rest = textwrap.wrap(problem, COLUMNS - 2)
+        lines += [paint("yellow", "! ") + first, *(f"  {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def headline(snapshot: Json, paint: Paint) -> str:
+    model, listen = snapshot["model"], snapshot["listen"]
+    state = str(snapshot["state"])
+    host = f"[{listen['host']}]" if ":" in listen["host"] else listen["host"]
+    return (f"{paint('bold', 'epdd ' + snapshot['version'])}  {paint(STYLES.get(state, 'red'), state)}  "
+            f"{paint('bold', shorten(model['name'], 30))} ({model['type']})  "
+            f"http://{host}:{listen['port']}  up {duration(snapshot['uptime_s'])}")
+
+
+def notes(snapshot: Json) -> list[str]:
+    """What an operator should know: bindings denied and the reasons why the daemon is not ready."""
+    found = list(snapshot["why"])
+    for worker in snapshot["workers"]:
+        if worker["warning"]:
+            found.append(f"{worker['name']}: {worker['warning']}")
+        if worker["restarts"]:
+            why = f", last because: {worker['last_error']}" if worker["last_error"] else ""
+            found.append(f"{worker['name']} restarted {count(worker['restarts'], 'time')}{why}")
+    return found
+
+
+def facts(snapshot: Json) -> list[tuple[str, str]]:
+    """(name, values) for pools, arena, cache and requests."""
+    router, arena, cache, requests = (snapshot[name] for name in ("router", "arena", "cache", "requests"))
+    source = f" {router['ratio_source']}" if router["ratio"] is not None else ""
+    return [
+        ("pools", f"I_cpu {quantity(router['i_cpu'])}  I_gpu {quantity(router['i_gpu'])}  "
+                  f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}  "
+                  f"R {number(router['ratio'])}{source}  B_cpu {number(router['budget_cpu'])}"),
+        ("queue", f"{count(router['queue_jobs'], 'image')} waiting, {count(router['queue_cost'], router['unit'])}; "
+                  f"policy {router['policy']}, in flight counted by {router['unit']}"),
+        ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
+                  f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
+                  f"{quantity(arena['waiting'])} waiting"),
+        ("cache", f"{count(cache['entries'], 'image')}, {size(cache['bytes'])} of {size(cache['limit_bytes'])}"),
+        ("lookups", f"{quantity(cache['hits'])} hits{_share(cache['hits'], cache['misses'])}, "
+                    f"{quantity(cache['misses'])} misses, {quantity(cache['joined'])} joined, "
+                    f"{quantity(cache['evictions'])} evicted"),
+        ("requests", f"{quantity(requests['running'])} running, {quantity(requests['completed'])} completed, "
+                     f"{quantity(requests['failed'])} failed, {quantity(requests['rejected'])} rejected, "
+                     f"{quantity(requests['aborted'])} aborted"),
+        ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
+        ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
+    ]
+
+
+def worker_cells(worker: Json) -> tuple[str, ...]:
+    """One worker's row under HEADER."""
+    work = quantity(worker["in_flight"])
+    if worker["in_flight_cost"]:
+        work += f" ({quantity(worker['in_flight_cost'])})"
+    node = "-" if worker["numa_node"] is None else str(worker["numa_node"])
+    return (worker["name"], worker["device"], node, shorten(ranges(worker["cpus"] or ()) or "-", CPUS_COLUMNS),
+            state_text(worker), work, _rate(worker), quantity(worker["done"]), size(worker["rss_bytes"]), _kv(worker))
+
+
+HEADER = ("WORKER", "DEVICE", "NUMA", "CPUS", "STATE", "IN FLIGHT", "RATE", "DONE", "MEMORY", "KV")
+RIGHT = frozenset({"NUMA", "RATE", "DONE", "MEMORY", "KV"})
+
+
+def state_text(worker: Json) -> str:
+    state = str(worker["state"])
+    if state == "STARTING" and worker.get("stage"):
+        return f"{worker['stage']} {100 * (worker['progress'] or 0):.0f}%"
+    return state
+
+
+def state_style(worker: Json) -> str:
+    return STYLES.get(str(worker["state"]).lower(), "red")
+
+
+def _table(workers: Sequence[Json], paint: Paint) -> list[str]:
+    rows = [HEADER, *map(worker_cells, workers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    lines = []
+    for worker, row in zip([None, *workers], rows):
+        cells = [cell.rjust(width) if name in RIGHT else cell.ljust(width)
+                 for name, cell, width in zip(HEADER, row, widths)]
+        if worker is not None:
+            place = HEADER.index("STATE")
+            cells[place] = paint(state_style(worker), cells[place])
+        line = "  ".join(cells).rstrip()
+        lines.append(paint("dim", line) if worker is None else line)
+    return lines
+
+
+def _rate(worker: Json) -> str:
+    unit = "img/s" if worker["role"] == "encoder" else "tok/s"
+    return "-" if worker["rate_per_s"] is None else f"{number(worker['rate_per_s'])} {unit}"
+
+
+def _kv(worker: Json) -> str:
+    if not worker["kv_tokens"]:
+        return "-"
+    return f"{100 * (worker['kv_used'] or 0) / worker['kv_tokens']:.0f}%"
+
+
+def _share(hits: int | None, misses: int | None) -> str:
+    total = (hits or 0) + (misses or 0)
+    return f" ({100 * (hits or 0) / total:.0f}%)" if total else ""
+
+
+def _percentiles(values: Json | None) -> str:
+    if not values or values.get("p50") is None:
+        return "-"
+    return ", ".join(f"{name} {seconds(values[name])}" for name in ("p50", "p90", "p99"))
+
+
+def seconds(value: float | None) -> str:
+    """"85 ms", "1.24 s", "75 s"."""
+    if value is None:
+        return "-"
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+
+def duration(value: float | None) -> str:
+    """"42 s", "3 min", "5 h 12 min", "8 d 3 h"."""
+    if value is None:
+        return "-"
+    minutes = int(value) // 60
+    if minutes == 0:
+        return f"{int(value)} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def quantity(value: float | None) -> str:
+    """Counts: "817", "12.4k", "3.1M"."""
+    if value is None:
+        return "-"
+    for suffix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 10 * scale or (value >= scale and suffix != "k"):
+            return f"{value / scale:.1f}".removesuffix(".0") + suffix
+    return f"{value:.0f}"
+
+
+def number(value: float | None) -> str:
+    """Three digits: "0.412", "6.2", "417"."""
+    if value is None:
+        return "-"
+    if value >= 100 or value == 0:
+        return quantity(value)
+    return f"{value:.3g}"
+
+
+def size(value: float | None) -> str:
+    """Bytes: "512 MiB", "2.4 GiB"."""
+    if value is None:
+        return "-"
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{value / scale:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{value:.0f} B"
+
+
+def count(value: float | None, noun: str) -> str:
+    """"1 patch", "12.4k patches"."""
+    ending = "" if value == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{quantity(value)} {noun}{ending}"
+
+
+def shorten(text: str, columns: int) -> str:
+    return text if len(text) <= columns else text[:columns - 2] + ".."

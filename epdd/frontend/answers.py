@@ -1,0 +1,172 @@
+"""Events of the pipeline to answers, and answers to the API's JSON.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from epdd.dispatch.request import Request
+from epdd.errors import WorkerFailed
+from epdd.frontend.context import Event
+from epdd.frontend.openai import Chat
+from epdd.frontend.text import TextStream, Vocabulary
+from epdd.wire import Prefilled, TokenLogprob, Tokens
+
+_LOGPROB_MIN = -9999.0      # JSON has no minus infinity
+
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an event adds to one choice."""
+
+    index: int
+    text: str
+    logprobs: list[_Json]
+    finish_reason: str | None = None
+
+
+class Answers:
+    """The choices of one request, built up from its events."""
+
+    def __init__(self, chat: Chat, request: Request, vocabulary: Vocabulary) -> None:
+        self._request = request
+        self._vocabulary = vocabulary
+        self._wants_logprobs = chat.logprobs
+        self._streams: list[TextStream[_Json]] = [
+            TextStream(vocabulary, chat.stop, chat.skip_special_tokens, chat.sampling.min_tokens)
+            for _ in range(request.n)]
+        self._running = set(range(request.n))
+        self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
+        self._cached = 0
+
+    @property
+    def done(self) -> bool:
+        """No event can add anything."""
+        return not self._running
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all choices."""
+        return sum(stream.tokens for stream in self._streams) + self._stop_tokens
+
+    def push(self, event: Event) -> Delta | None:
+        """None if the event adds nothing: it is about the prompt, or its choice has already ended."""
+        index, message = event
+        if isinstance(message, Prefilled):
+            # Choices share one prompt: the first to report has paid for it.
+            self._cached = self._cached or message.cached_tokens
+            return None
+        if index not in self._running:
+            return None
+        stream = self._streams[index]
+        if isinstance(message, Tokens):
+            marks = [self._entry(*pair) for pair in zip(message.ids, message.logprobs)] \
+                if self._wants_logprobs else []
+            piece = stream.push(message.ids, marks)
+            reason = "stop" if stream.stopped else None
+        else:
+            piece = stream.end()
+            reason = "stop" if stream.stopped else message.reason
+            self._stop_tokens += message.stop_token is not None
+        if reason:
+            self._running.remove(index)
+        return Delta(index, piece.text, piece.marks, reason)
+
+    def usage(self) -> _Json:
+        prompt = len(self._request.tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": prompt + self.generated,
+            "prompt_tokens_details": {
+                "cached_tokens": self._cached,
+                "image_tokens": sum(image.rows for image in self._request.images),
+            },
+        }
+
+    def _entry(self, token: int, found: TokenLogprob) -> _Json:
+        return {**self._named(token, found.logprob),
+                "top_logprobs": [self._named(other, value) for other, value in found.top]}
+
+    def _named(self, token: int, value: float) -> _Json:
+        if value != value:
+            raise WorkerFailed("The model's output is not a number", code="broken_logits")
+        data = self._vocabulary.bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": max(value, _LOGPROB_MIN), "bytes": list(data)}
+
+
+class Whole:
+    """A `chat.completion` object, from deltas."""
+
+    def __init__(self, chat: Chat, n: int) -> None:
+        self._wants_logprobs = chat.logprobs
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._logprobs: list[list[_Json]] = [[] for _ in range(n)]
+        self._reasons: list[str | None] = [None] * n
+
+    def add(self, delta: Delta) -> None:
+        self._texts[delta.index].append(delta.text)
+        self._logprobs[delta.index] += delta.logprobs
+        self._reasons[delta.index] = delta.finish_reason
+
+    def body(self, head: _Json, usage: _Json) -> _Json:
+        choices = [{
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(text), "refusal": None},
+            "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None,
+            "finish_reason": reason,
+        } for index, (text, logprobs, reason) in enumerate(zip(self._texts, self._logprobs, self._reasons))]
+        return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+
+class Chunks:
+    """`chat.completion.chunk` objects, from deltas."""
+
+    def __init__(self, chat: Chat, head: _Json, usage: Callable[[], _Json]) -> None:
+        self._chat = chat
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._usage = usage
+        self._begun: set[int] = set()
+
+    def of(self, delta: Delta) -> list[_Json]:
+        """The role before a choice's first token, text if there is any, and the end in a chunk of its own."""
+        chunks = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
+        if delta.text or delta.logprobs:
+            chunks.append(self._chunk(delta.index, {"content": delta.text}, delta.logprobs))
+        if delta.finish_reason:
+            chunks.append(self._chunk(delta.index, {}, reason=delta.finish_reason))
+        return chunks
+
+    def last(self) -> list[_Json]:
+        """The usage chunk: clients that did not ask for it take `choices[0]` of every chunk."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._chat.include_usage else []
+
+    def _chunk(self, index: int, delta: _Json, logprobs: list[_Json] | None = None,
+               reason: str | None = None) -> _Json:
+        chunk = {**self._head, "choices": [{
+            "index": index, "delta": delta,
+            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+            "finish_reason": reason,
+        }]}
+        if self._chat.continuous_usage:
+            chunk["usage"] = self._usage()
+        elif self._chat.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def head(request_id: str, created: int, model: str) -> _Json:
+    """What a completion and all of its chunks have in common."""
+    return {"id": request_id, "created": created, "model": model}
+
+
+def model_card(name: str, created: int, context_max: int) -> _Json:
+    """An entry of /v1/models; benchmark clients read `root` too."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": name, "parent": None,
+            "max_model_len": context_max, "input_modalities": ["text", "image"]}

@@ -1,0 +1,73 @@
+"""A byte budget that requests share in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Share:
+    """The bytes one request holds of a budget."""
+
+    def __init__(self, budget: Budget, amount: int) -> None:
+        self._budget = budget
+        self.amount = amount
+
+    def shrink(self, amount: int) -> None:
+        """Give back what is over `amount`."""
+        if amount < self.amount:
+            self._budget.give(self.amount - amount)
+            self.amount = amount
+
+
+class Budget:
+    """Bytes that may be held at once.  A request asks once, for all it needs, so none waits while holding."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._free = total
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def used(self) -> int:
+        return self._total - self._free
+
+    @asynccontextmanager
+    async def hold(self, amount: int) -> AsyncIterator[Share]:
+        """Waits for its turn.  More than the whole budget counts as the whole: it then runs alone."""
+        amount = min(amount, self._total)
+        await self._take(amount)
+        share = Share(self, amount)
+        try:
+            yield share
+        finally:
+            share.shrink(0)
+
+    async def _take(self, amount: int) -> None:
+        if not amount or not self._waiting and amount <= self._free:
+            self._free -= amount
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((amount, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(amount)       # it was granted in the same moment
+            else:
+                self._waiting.remove((amount, turn))
+                self._grant()           # the next may be small enough
+            raise
+
+    def give(self, amount: int) -> None:
+        self._free += amount
+        self._grant()
+
+    def _grant(self) -> None:
+        # Strictly in order: a large request is never overtaken for ever by small ones.
+        while self._waiting and self._waiting[0][0] <= self._free:
+            amount, turn = self._waiting.popleft()
+            self._free -= amount
+            turn.set_result(None)

@@ -1,0 +1,54 @@
+"""Errors as clients see them: one envelope for all, the status and headers that go with it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from epdd.errors import CapacityError, EpddError, NotFound, RequestError
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_CHARS_MAX = 1000       # whatever a message quotes, an answer stays small
+
+
+def envelope(error: EpddError) -> dict[str, Any]:
+    """The body of an error answer, and the frame of a stream that breaks."""
+    return {"error": {"message": error.message[:_MESSAGE_CHARS_MAX], "type": error.type, "param": error.param,
+                      "code": error.code}}
+
+
+def response(error: EpddError, headers: dict[str, str] | None = None) -> web.Response:
+    headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return web.Response(status=error.status, headers=headers, body=orjson.dumps(envelope(error)),
+                        content_type="application/json")
+
+
+def known(error: Exception, request_id: str) -> EpddError:
+    """`error` as one with a status.  Our own and the workers' faults are logged here, with the request's id."""
+    if isinstance(error, (RequestError, CapacityError)):
+        return error
+    if isinstance(error, EpddError):
+        log.error("request %s failed code=%s error=%s", request_id, error.code, error.message[:_MESSAGE_CHARS_MAX])
+        return error
+    log.error("request %s failed by a bug", request_id, exc_info=error)
+    # Nothing of the exception goes out: it may name files, addresses or the request's content.
+    return EpddError("The server failed to answer; the fault is logged under the request id")
+
+
+def of_http(error: web.HTTPException, method: str, path: str) -> web.Response:
+    """aiohttp's own answers (no such route, wrong method, ...) in the envelope."""
+    if error.status == 405:
+        fault: EpddError = NotFound(f"{method[:20]} is not allowed here", code="method_not_allowed")
+    elif error.status == 404:
+        fault = NotFound(f"There is no {path[:200]} here")
+    else:
+        fault = RequestError(error.reason) if error.status < 500 else EpddError(error.reason)
+    answer = response(fault, {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None)
+    answer.set_status(error.status)
+    return answer

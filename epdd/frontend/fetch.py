@@ -1,0 +1,140 @@
+"""Image files by http(s): only from allowed addresses, and within time, size and redirect limits.
+
+A host is looked up once a hop, every address it has is checked, and exactly these are dialled; so a name
+that changes its answer between check and use gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from epdd import __version__
+from epdd.config import Media
+from epdd.errors import MediaError
+from epdd.frontend.addresses import Address, Allowlist, is_public
+
+_READ_BYTES = 1 << 16
+_REDIRECTS = (301, 302, 303, 307, 308)
+# Compressed transfer would let a small answer unpack to a large one, and images do not gain from it.
+_HEADERS = {"User-Agent": f"epdd/{__version__}", "Accept": "image/*, */*;q=0.5", "Accept-Encoding": "identity"}
+
+
+class Fetcher:
+    """Fetches image files for all requests."""
+
+    def __init__(self, config: Media) -> None:
+        """Must be made inside the running loop.  Raises ConfigError on a bad allowlist."""
+        self._config = config
+        self._slots = asyncio.Semaphore(config.fetches_max)
+        self._gate = _Gate(config.fetch, Allowlist(config.allow))
+        self._session = aiohttp.ClientSession(
+            # A kept connection would be dialled for one host and reused for another request's.
+            connector=aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(), headers=_HEADERS, auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def fetch(self, address: str) -> bytes:
+        """The file's bytes.  The time limit starts when the fetch does, not while it waits for its turn.
+
+        Raises MediaError: invalid_image_url if the address is malformed or not allowed, image_file_too_large,
+        failed_to_download_image for all else.
+        """
+        if self._config.fetch == "off":
+            raise _refused("Images by URL are switched off on this server; send a data: URL")
+        url = _parse(address)
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    return await self._follow(url)
+            except TimeoutError:
+                raise _failed(f"it took over {self._config.timeout_s:g} s") from None
+            except (aiohttp.ClientError, OSError, ValueError):
+                # The library's own words may name internal addresses.
+                raise _failed("the connection failed") from None
+
+    async def _follow(self, url: URL) -> bytes:
+        for _ in range(self._config.redirects_max + 1):
+            self._gate.check_literal(url)
+            async with self._session.get(url, allow_redirects=False) as response:
+                if response.status not in _REDIRECTS:
+                    return await self._read(response)
+                target = response.headers.get("Location", "")
+            url = _parse(target, base=url)
+        raise _failed(f"over {self._config.redirects_max} redirects")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if response.status != 200:
+            raise _failed(f"the server answered {response.status}")
+        most = self._config.file_bytes_max
+        data = bytearray()
+        if (response.content_length or 0) <= most:
+            async for piece in response.content.iter_chunked(_READ_BYTES):
+                data += piece
+                if len(data) > most:
+                    break
+            else:
+                return bytes(data)
+        raise MediaError(f"The image file is over the limit of {most} bytes", code="image_file_too_large")
+
+
+class _Gate(AbstractResolver):
+    """Looks names up and lets only allowed addresses through to the connector."""
+
+    def __init__(self, mode: str, allowlist: Allowlist) -> None:
+        self._mode = mode
+        self._allowlist = allowlist
+
+    def check_literal(self, url: URL) -> None:
+        """The connector dials address literals without asking a resolver."""
+        try:
+            address = ipaddress.ip_address(url.host or "")
+        except ValueError:
+            return
+        self._check(str(address), url.port or 0, address)
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+                      ) -> list[ResolveResult]:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        results = []
+        for kind, _, proto, _, target in found:
+            # Every address, not only the first: connecting falls back from one to the next.
+            self._check(host, port, ipaddress.ip_address(target[0]))
+            results.append(ResolveResult(hostname=host, host=str(target[0]), port=port, family=kind, proto=proto,
+                                         flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV))
+        return results
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _check(self, host: str, port: int, address: Address) -> None:
+        allowed = self._allowlist.has(host, port, address) if self._mode == "allowlist" else is_public(address)
+        if not allowed:
+            raise _refused("The image URL leads to an address that this server does not fetch from")
+
+
+def _parse(address: str, base: URL | None = None) -> URL:
+    """yarl keeps existing percent-escapes and adds missing ones, and writes host names in ASCII."""
+    try:
+        url = URL(address) if base is None else base.join(URL(address))
+        if url.scheme in ("http", "https") and url.host and url.port:
+            return url
+    except ValueError:
+        pass
+    raise _refused("The image URL is not a valid http or https URL")
+
+
+def _refused(message: str) -> MediaError:
+    return MediaError(message, code="invalid_image_url")
+
+
+def _failed(why: str) -> MediaError:
+    return MediaError(f"The image could not be downloaded: {why}", code="failed_to_download_image")

@@ -1,0 +1,149 @@
+"""A conversation to token ids, with every image's place and the context's limit.
+
+Text from the request must never become a control token (`<|im_end|>`, `<|image_pad|>`), yet harmless text
+must give the ids that transformers gives for the whole rendered prompt, merges across the border of
+template and user text included.  So the template is rendered with one character of every control token
+replaced in the request's strings by a stand-in that no JSON text can hold, a lone surrogate.  Control
+tokens found in the result are then the template's own; the runs between them get their characters back
+and are tokenised as plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+from epdd.dispatch.request import Image, Placed
+from epdd.errors import BadRequest, ContextLength, ModelError
+from epdd.families import Family
+from epdd.frontend import template
+from epdd.frontend.messages import Conversation
+from epdd.wire import Sampling
+
+_INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
+_STAND_INS = 0xDC00         # first lone low surrogate
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]           # placeholders expanded
+    spans: list[Placed]
+
+    def limit(self, sampling: Sampling, context_max: int) -> Sampling:
+        """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
+        room = context_max - len(self.tokens)
+        if room < 1:
+            raise ContextLength(_too_long(context_max, str(len(self.tokens))), param="messages")
+        # A max_tokens beyond the context is a client's way to say "all there is".
+        most = min(sampling.max_tokens or room, room)
+        return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+
+class PromptMaker:
+    """Holds a checkpoint's tokenizer and chat template."""
+
+    def __init__(self, family: Family, executor: Executor) -> None:
+        """Raises ModelError if the folder's tokenizer or template cannot be used."""
+        self.tokenizer = _load_tokenizer(family)
+        self._image = family.image_token_id
+        self._executor = executor
+        controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
+                    if added.special or token in _family_ids(family)}
+        self._controls = controls
+        # Longest first: of two tokens that start at the same place, tokenizers take the longer.
+        longest = sorted(controls, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
+        marked = sorted({"|" if "|" in content else content[0] for content in controls})
+        self._shield = str.maketrans({char: chr(_STAND_INS + index) for index, char in enumerate(marked)})
+        self._restore = str.maketrans({chr(_STAND_INS + index): char for index, char in enumerate(marked)})
+        self._chars_max = _longest_token(self.tokenizer)
+        text = {token: content for content, token in controls.items()}
+        self._template = template.load(family.folder, "".join(text[token] for token in _family_ids(family)))
+
+    async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
+        """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""
+        text = self._template.render(conversation, self._shielded)
+        # One token holds so many characters at most: far too long a text is not worth the tokenising.
+        least = len(text) // self._chars_max
+        if least > context_max:
+            raise ContextLength(_too_long(context_max, f"at least {least}"), param="messages")
+        if len(text) < _INLINE_CHARS:
+            return self._tokenise(text, images)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise, text, images)
+
+    def _tokenise(self, text: str, images: Sequence[Image]) -> Prompt:
+        pieces = self._split.split(text)    # run, control, run, control, ..., run
+        controls = [self._controls[piece] for piece in pieces[1::2]]
+        if controls.count(self._image) != len(images):
+            raise BadRequest("The model's chat template cannot show every image of these messages; "
+                             "images belong into user messages", param="messages")
+        # Of the encoding calls, the batch ones let other threads run meanwhile.
+        runs = self.tokenizer.encode_batch_fast([run.translate(self._restore) for run in pieces[::2]],
+                                                add_special_tokens=False)
+        tokens: list[int] = list(runs[0].ids)
+        spans: list[Placed] = []
+        for token, run in zip(controls, runs[1:]):
+            if token == self._image:
+                spans.append(Placed(start=len(tokens), image=len(spans)))
+                tokens += [token] * images[spans[-1].image].rows
+            else:
+                tokens.append(token)
+            tokens += run.ids
+        return Prompt(tokens, spans)
+
+    def _shielded(self, value: Any) -> Any:
+        """`value` (text, or JSON holding text) with the stand-ins in every string, keys included."""
+        if isinstance(value, str):
+            return value.translate(self._shield)
+        if isinstance(value, dict):
+            return {self._shielded(key): self._shielded(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._shielded(item) for item in value]
+        return value
+
+
+def _family_ids(family: Family) -> tuple[int, int, int]:
+    return family.vision_start_id, family.image_token_id, family.vision_end_id
+
+
+def _load_tokenizer(family: Family) -> Tokenizer:
+    # The daemon shares its cores with encoders: no thread per core for a prompt.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(family.folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        raise ModelError(f"{path}: only byte-level tokenizers are served")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    missing = [token for token in _family_ids(family) if tokenizer.id_to_token(token) is None]
+    if missing:
+        raise ModelError(f"{path}: lacks the image tokens {missing} that config.json names")
+    # Plain text must not parse them, whatever the file says of their kind.
+    tokenizer.add_special_tokens([AddedToken(tokenizer.id_to_token(token), special=True, normalized=False)
+                                  for token in _family_ids(family)])
+    tokenizer.encode_special_tokens = True      # specials in plain text stay characters
+    return tokenizer
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of the longest token.  By id: get_vocab() would build a dict of the whole vocabulary."""
+    return max(len(tokenizer.id_to_token(token) or "") for token in range(tokenizer.get_vocab_size()))
+
+
+def _too_long(context_max: int, have: str) -> str:
+    return (f"This model's maximum context length is {context_max} tokens. However, your messages resulted in "
+            f"{have} tokens. Please reduce the length of the messages.")

@@ -1,0 +1,63 @@
+"""Server-sent events as every client of chat streams can read them.
+
+One event is one line `data: <json>`, an empty line, and one write; there are no comments and no `event:`
+lines, which some clients fail on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",      # nginx would collect events
+}
+_LAST_WORDS_S = 5.0     # for the error frame of a broken stream: its client may be what is stuck
+
+
+class ClientGone(Exception):
+    """The client closed the connection in mid-stream."""
+
+
+class EventStream:
+    """A streamed answer.  Its header goes out with the first event, so that a failure before it keeps its status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers=_HEADERS)
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, event: dict[str, Any]) -> None:
+        """Waits while the client's connection is full.  Raises ClientGone."""
+        await self._write(orjson.dumps(event))
+
+    async def end(self) -> web.StreamResponse:
+        await self._write(b"[DONE]")
+        return self.response
+
+    async def fail(self, envelope: dict[str, Any]) -> web.StreamResponse:
+        """An error frame in place of the rest; the header is out, so the status can no longer tell."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.send(envelope)
+                await self.end()
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        return self.response
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(b"data: " + data + b"\n\n")
+        except ConnectionError:
+            raise ClientGone from None

@@ -1,0 +1,83 @@
+"""What the machine has, as plain values.  Read by `probe`, used by `placement`; nothing here touches a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One logical CPU that this process may run on."""
+
+    id: int
+    core: int                           # lowest logical CPU of the same physical core: unique in the machine
+    socket: int                         # -1: not told
+    node: int | None                    # its NUMA node; None: in none, or in several
+    siblings: tuple[int, ...]           # usable logical CPUs of the same core, itself included
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node that is online, with or without CPUs and memory."""
+
+    id: int
+    cpus: tuple[int, ...]               # usable CPUs that the node lists
+    memory_bytes: int | None            # 0: none that this process may use; None: not told
+    distances: tuple[tuple[int, int], ...] = ()     # (NUMA node, distance), 10 is local
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory_bytes != 0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int                          # NVML's: the order of PCI bus ids
+    name: str
+    memory_bytes: int
+    bus_id: str                         # as in sysfs: 0000:41:00.0
+    numa_node: int | None
+    cpus: tuple[int, ...]               # usable CPUs near it; empty: not told
+
+
+@dataclass(frozen=True)
+class Topology:
+    cpus: tuple[Cpu, ...]
+    nodes: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...] = ()
+    memory_bytes: int | None = None     # what this process may use: the machine's or its cgroup's
+    model: str = ""                     # of the first CPU
+    flags: frozenset[str] = frozenset()     # of the first CPU, as in /proc/cpuinfo
+    amx_allowed: bool = True            # False: the kernel does not let programs use the tiles
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def sockets(self) -> int:
+        return len({cpu.socket for cpu in self.cpus})
+
+    @property
+    def cores(self) -> int:
+        """Physical cores."""
+        return len({cpu.core for cpu in self.cpus})
+
+    @property
+    def amx(self) -> bool:
+        """Matrix tiles for bfloat16 can be used."""
+        return {"amx_tile", "amx_bf16"} <= self.flags and self.amx_allowed
+
+    @property
+    def bf16(self) -> bool:
+        """The CPUs multiply bfloat16 in hardware; without, it is far slower than float32."""
+        return self.amx or "avx512_bf16" in self.flags
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """{0, 1, 2, 5} as "0-2,5"."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)

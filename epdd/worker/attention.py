@@ -1,0 +1,74 @@
+"""Attention over packed batches: [1, T] holds chunks and decode tokens of many sequences, one after another.
+
+Registered with transformers, whose text models call it unmodified.  Reads keys and values in place from the
+KV pool that `kv.Pool.update` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "epdd"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence's rows of a batch."""
+
+    row: int                    # first row of the batch
+    count: int                  # rows
+    offset: int                 # where the sequence's extent of the pool begins
+    length: int                 # its tokens, these rows included
+    mask: torch.Tensor | None   # [count, length], true where a row may look; None: none needed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's layout: passed through the model to `kv.Pool.update` and `attend`."""
+
+    pieces: list[Piece]
+    slots: torch.Tensor         # [T], where each row's key and value go in the pool
+
+
+def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> Plan:
+    """Lay out (count, extent offset, tokens computed before) of each sequence, in batch order."""
+    pieces: list[Piece] = []
+    slots: list[int] = []
+    row = 0
+    for count, offset, past in chunks:
+        mask = None
+        if count > 1 and past:
+            mask = torch.ones(count, past + count, dtype=torch.bool, device=device).tril_(past)
+        pieces.append(Piece(row, count, offset, past + count, mask))
+        slots.extend(range(offset + past, offset + past + count))
+        row += count
+    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device))
+
+
+def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+           attention_mask: None, scaling: float, plan: Plan, **_: Any) -> tuple[torch.Tensor, None]:
+    """Rows [1, heads, T, dim] against the pool [kv heads, tokens, dim]; gives [1, T, heads, dim]."""
+    _, heads, rows, dim = query.shape
+    kv_heads = keys.shape[0]
+    out = query.new_empty(rows, heads, dim)
+    for piece in plan.pieces:
+        k = keys[None, :, piece.offset:piece.offset + piece.length]
+        v = values[None, :, piece.offset:piece.offset + piece.length]
+        if piece.count == 1:
+            # The heads of a group share keys: as rows of one query they need no copies of them.
+            q = query[:, :, piece.row].reshape(1, kv_heads, heads // kv_heads, dim)
+            out[piece.row] = scaled_dot_product_attention(q, k, v, scale=scaling).reshape(heads, dim)
+        else:
+            q = query[:, :, piece.row:piece.row + piece.count]
+            found = scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.mask is None,
+                                                 scale=scaling, enable_gqa=heads != kv_heads)
+            out[piece.row:piece.row + piece.count] = found[0].transpose(0, 1)
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,117 @@
+"""A worker's first steps: bind, load, report Ready, then run the loop.
+
+Runs in a fork of the warmed fork server.  Imports no torch itself: the daemon imports this file to name
+`main`, and the role is imported by string in the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from epdd import log as logs, wire
+from epdd.errors import EpddError, StartupError
+
+log = logging.getLogger(__name__)
+
+ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
+PR_SET_NAME = 15
+
+
+class Descriptor(Protocol):
+    """A file descriptor that came with the spawn message (multiprocess.reduction.DupFd)."""
+
+    def detach(self) -> int:
+        """The descriptor, now this process's own."""
+
+
+def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> None:
+    """Be the worker `spec` until the daemon hangs up.
+
+    Exits with 78 on a StartupError (a restart would not help), with 1 on any other fault.
+    """
+    begin = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # the terminal's Ctrl-C is the daemon's to handle
+    _name_process(f"epdd {spec.name}")
+    logs.setup(spec.log_level)
+    # Invariant: bound before the first thread and torch operation, for both inherit the binding.
+    binding = importlib.import_module("epdd.worker.affinity").bind(spec)
+    fd = sock.detach()
+    threading.Thread(target=_exit_with_daemon, args=(os.dup(fd),), daemon=True).start()
+    loop = importlib.import_module("epdd.worker.loop")
+    connection = loop.Connection(fd)
+    if binding.warning:
+        log.warning("%s: %s", spec.name, binding.warning)
+    try:
+        role, ready = _start(spec, arena, connection)
+        connection.send(msgspec.structs.replace(ready, binding=binding, seconds=time.monotonic() - begin))
+        log.info("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
+                 ready.dtype, ready.parameters)
+        loop.run(connection, role, spec.beat_s)
+    except StartupError as error:
+        log.error("%s cannot start: %s", spec.name, error.message)
+        connection.send(wire.Failed("", error.code, error.message))
+        connection.drain(LAST_WORDS_S)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        log.exception("%s failed", spec.name)
+        code, text = (error.code, error.message) if isinstance(error, EpddError) else (
+            EpddError.code, f"{type(error).__name__}: {error}")
+        connection.send(wire.Failed("", code, text))
+        connection.drain(LAST_WORDS_S)
+        sys.exit(1)
+
+
+def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
+    """Map, load and warm up; progress is told on the way.  Raises StartupError."""
+
+    def told(stage: str, done: float) -> None:
+        connection.send(wire.Loading(stage, done))
+        connection.flush()
+
+    told("import", 0.0)
+    torch = importlib.import_module("torch")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")    # NVML's order, which spec.device means
+    torch.set_num_threads(spec.threads)
+    torch.set_num_interop_threads(1)
+    module, name = ROLES[spec.role]
+    role_class = getattr(importlib.import_module(module), name)
+    told("arena", 0.0)
+    mapping = _map_arena(spec, arena)
+    told("weights", 0.0)
+    role = role_class(spec, mapping, connection.send)
+    told("warm-up", 0.0)
+    return role, role.warm_up(lambda done: told("warm-up", done))
+
+
+def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
+    if arena is None:
+        return None
+    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes)
+    mapping.reserve(*spec.arena_slice)
+    return mapping
+
+
+def _exit_with_daemon(fd: int) -> None:
+    """End the process as soon as the daemon's end is closed, also in the middle of a long kernel."""
+    poll = select.poll()
+    poll.register(fd, select.POLLHUP | select.POLLRDHUP)
+    while not poll.poll():
+        pass
+    os._exit(0)
+
+
+def _name_process(name: str) -> None:
+    """What ps and top show, at most 15 bytes."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

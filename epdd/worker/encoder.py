@@ -1,0 +1,198 @@
+"""The encoder role: image files in, embeddings written into leases.
+
+Holds only vision weights.  transformers' vision tower runs unchanged but for its patch embedding, which
+is exchanged after loading for one matrix product on bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from epdd import families, wire
+from epdd.arena import Mapping
+from epdd.errors import ProtocolError, WorkerFailed
+from epdd.worker import load, preprocess
+from epdd.worker.loop import Send, failed
+
+log = logging.getLogger(__name__)
+
+# Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
+# 1.01 times at 784, so images beyond this many patches run alone.
+BATCH_PATCHES_MAX = 1024
+WARM_UP_S = 6.0                 # a size is not timed if it would likely end after this
+WARM_UP_PATCHES = (64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image with its reply's address."""
+
+    message: wire.Encode
+    data: bytes
+
+
+class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
+    """The tower's patch convolution as one product on bytes.
+
+    Rescaling, normalisation and the second frame of a still (a copy of the first) are folded into weight
+    and bias, in float64.  Not for video, whose frames differ.
+    """
+
+    def __init__(self, convolution: nn.Conv3d, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        weight = convolution.weight.detach().double().sum(2)            # [out, channels, patch, patch]
+        mean64, std64 = (torch.tensor(x, dtype=torch.float64, device=weight.device) for x in (mean, std))
+        shift = -(weight.sum((2, 3)) * (mean64 / std64)).sum(1)
+        if convolution.bias is not None:
+            shift = shift + convolution.bias.detach().double()
+        scaled = weight / (255.0 * std64)[None, :, None, None]
+        kind = convolution.weight.dtype
+        self.weight = nn.Parameter(scaled.flatten(1).to(kind), requires_grad=False)
+        self.bias = nn.Parameter(shift.to(kind), requires_grad=False)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[n, channels * patch * patch] bytes to [n, out]."""
+        return nn.functional.linear(patches.to(self.weight.dtype), self.weight, self.bias)
+
+
+class Encoder:
+    """The role: one step encodes one large image or a few small ones."""
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send) -> None:
+        """Loads the weights.  Raises StartupError."""
+        if arena is None:
+            raise WorkerFailed("an encoder needs the arena")
+        self._arena, self._send = arena, send
+        self._family = families.load(spec.model)
+        self._device = torch.device(spec.device)
+        self.tower = load.load_vision(spec.model, spec.dtype, spec.device)
+        embed = self.tower.patch_embed
+        self.dtype: torch.dtype = embed.proj.weight.dtype
+        self.parameters = sum(p.numel() for p in self.tower.parameters())
+        self.tower.patch_embed = FoldedPatchEmbed(embed.proj, self._family.mean, self._family.std)
+        self._waiting: deque[Job] = deque()
+        self._steps = 0
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """Queue an image.  Raises ProtocolError on another role's work."""
+        if not isinstance(message, wire.Encode):
+            raise ProtocolError(f"an encoder cannot do {type(message).__name__}")
+        self._waiting.append(Job(message, raw))
+
+    def cancel(self, work_id: str) -> None:
+        """Drop an image that waits; one that is done has been answered already."""
+        for job in self._waiting:
+            if job.message.id == work_id:
+                self._waiting.remove(job)
+                self._send(wire.Cancelled(work_id))
+                return
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def beat(self) -> wire.Beat:
+        return wire.Beat(steps=self._steps, waiting=len(self._waiting))
+
+    def step(self) -> None:
+        """Encode the next image, and small ones behind it, and answer each."""
+        start = time.monotonic()
+        batch: list[tuple[Job, NDArray[np.uint8]]] = []
+        total = 0
+        while self._waiting:
+            size = math.prod(self._waiting[0].message.grid)
+            if batch and total + size > BATCH_PATCHES_MAX:
+                break
+            job = self._waiting.popleft()
+            try:
+                self._check(job.message)
+                batch.append((job, preprocess.patches(job.data, self._family, job.message.grid)))
+                total += size
+            except Exception as error:
+                self._send(failed(job.message.id, error))
+        if batch:
+            self._encode(batch, start)
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """Run a few image sizes; the second run of each is the sample that the time model starts from."""
+        samples: list[tuple[int, float]] = []
+        factor, patches_max = self._family.merge, self._family.rows_max * self._family.merge ** 2
+        begin = time.monotonic()
+        for i, wanted in enumerate(WARM_UP_PATCHES):
+            side = max(1, math.isqrt(min(wanted, patches_max)) // factor) * factor
+            n = side * side
+            if samples:
+                expected = samples[-1][1] * (n / samples[-1][0]) ** 2
+                if n <= samples[-1][0] or time.monotonic() - begin + expected > WARM_UP_S:
+                    break
+            blank = np.zeros((n, 3 * self._family.patch ** 2), np.uint8)
+            for _ in range(2 if not samples else 1):
+                start = time.monotonic()
+                self.embed([blank], [(1, side, side)])
+                seconds = time.monotonic() - start
+            samples.append((n, seconds))
+            progress((i + 1) / len(WARM_UP_PATCHES))
+        return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
+                          samples=tuple(samples), parameters=self.parameters)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def embed(self, images: list[NDArray[np.uint8]], grids: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Embeddings [planes, rows, hidden] of each image from its patches."""
+        stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images)).to(self._device)
+        out = self.tower(stacked, grid_thw=torch.tensor(grids, device=self._device), return_dict=True)
+        planes: list[Any] = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        rows = [self._family.rows(grid) for grid in grids]
+        pieces = [plane.split(rows) for plane in planes]
+        return [torch.stack([piece[i] for piece in pieces]) for i in range(len(grids))]
+
+    def _check(self, message: wire.Encode) -> None:
+        rows = self._family.rows(message.grid)
+        if rows != message.rows:
+            raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
+        need = self._family.embedding_bytes(rows, load.dtype_name(self.dtype))
+        if need > message.lease.size:
+            raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {need}")
+
+    def _encode(self, batch: list[tuple[Job, NDArray[np.uint8]]], start: float) -> None:
+        try:
+            embeddings = self.embed([data for _, data in batch], [job.message.grid for job, _ in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                self._send(failed(batch[0][0].message.id, error))
+                return
+            for item in batch:      # the innocent must not fail with the culprit
+                self._encode([item], time.monotonic())
+            return
+        for (job, _), embedding in zip(batch, embeddings):
+            self._steps += 1
+            self._answer(job.message, embedding, time.monotonic() - start)
+
+    def _answer(self, message: wire.Encode, embedding: torch.Tensor, seconds: float) -> None:
+        try:
+            written = self._write(message, embedding)
+        except Exception as error:
+            self._send(failed(message.id, error))
+            return
+        self._send(wire.Encoded(message.id, rows=message.rows, bytes=written,
+                                dtype=load.dtype_name(self.dtype), seconds=seconds))
+
+    def _write(self, message: wire.Encode, embedding: torch.Tensor) -> int:
+        """Copy into the lease; the number of bytes."""
+        if embedding.shape != (self._family.planes, message.rows, self._family.hidden):
+            raise WorkerFailed(f"the tower made {tuple(embedding.shape)}, not {message.rows} rows")
+        view = self._arena.view(message.lease)
+        # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
+        target = torch.frombuffer(view, dtype=self.dtype, count=embedding.numel()).view(embedding.shape)
+        target.copy_(embedding)
+        return int(embedding.nbytes)

@@ -1,0 +1,320 @@
+"""The prefill-decode role: schedule, run, postprocess.
+
+Holds only language weights.  transformers' text model runs unchanged on packed batches; memory is
+`kv.Pool`, order is `scheduler.Scheduler`, choice is `sampling.Sampler`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from epdd import families, wire
+from epdd.arena import Mapping
+from epdd.errors import BadRequest, ContextLength, ModelError, ProtocolError, WorkerFailed
+from epdd.families import Family
+from epdd.worker import attention, kv, load
+from epdd.worker.loop import Send, failed
+from epdd.worker.sampling import Sampler
+from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler, Sequence
+
+log = logging.getLogger(__name__)
+
+KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An image's embeddings: they take the places [start, start + rows) of the prompt."""
+
+    start: int
+    planes: torch.Tensor        # [planes, rows, hidden]
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.planes.shape[1])
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Sequence):
+    """A sequence with what the model needs to compute and continue it."""
+
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    max_tokens: int
+    positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
+    delta: int                          # position of an answer's token less its index
+    images: list[Rows] = field(default_factory=list)
+    leases_until: int = 0               # tokens to compute before no lease is read any more
+    prefilled: bool = False
+
+
+class Engine:
+    """The role: one step computes a batch of prompt chunks and decode tokens."""
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
+                 headroom: int = HEADROOM_TOKENS) -> None:
+        """Loads the weights and allocates the KV cache.  Raises StartupError."""
+        self._arena, self._send = arena, send
+        self._family: Family = families.load(spec.model)
+        self._device = torch.device(spec.device)
+        self.model = load.load_language(spec.model, spec.dtype, spec.device, attention.NAME)
+        self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
+        self._embed = self._text.get_input_embeddings()
+        self.dtype: torch.dtype = self._head.weight.dtype
+        context = min(spec.context_max or self._family.context_max, self._family.context_max)
+        kv_tokens = self._kv_tokens(spec, context)
+        self.context_max = min(context, kv_tokens)
+        self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+        self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom)
+        self._requests: dict[str, Request] = {}
+        self._steps = 0
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """Queue a request; a bad one is answered by Failed.  Raises ProtocolError on another role's work."""
+        if not isinstance(message, wire.Generate):
+            raise ProtocolError(f"a PD worker cannot do {type(message).__name__}")
+        if message.id in self._requests:
+            raise ProtocolError(f"request {message.id} is here already")
+        try:
+            request = self._request(message, raw)
+            self._scheduler.add(request)
+        except Exception as error:
+            self._send(failed(message.id, error))
+            return
+        self._requests[message.id] = request
+
+    def cancel(self, work_id: str) -> None:
+        """Drop a request, whatever its stage; unknown ids have been answered already."""
+        request = self._requests.get(work_id)
+        if request:
+            self._end(request, wire.Cancelled(work_id))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def beat(self) -> wire.Beat:
+        s = self._scheduler
+        return wire.Beat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
+                         kv_used=s.capacity - s.free, preempted=s.preempted)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def step(self) -> None:
+        """Schedule, run, postprocess.  A fault of the run fails the sequences of its batch only."""
+        batch = self._scheduler.next_batch()
+        for request in batch.preempted:
+            self._pool.release(request.id)
+        if not batch.chunks:
+            return
+        self._steps += 1
+        try:
+            hidden = self._run(batch)
+            self._postprocess(batch, hidden)
+        except Exception as error:
+            for request, _ in batch.chunks:
+                if request.id in self._requests:
+                    self._end(request, failed(request.id, error))
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
+        send, self._send = self._send, lambda message: None
+        count = max(1, min(self._scheduler.token_budget, self.context_max - 2))
+        warm = wire.Generate("warm-up", (), wire.Sampling(max_tokens=2, temperature=0.0, ignore_eos=True))
+        self.submit(warm, np.zeros(count, np.int32).tobytes())
+        while self.busy:
+            self.step()
+        self._send, self._steps = send, 0
+        progress(1.0)
+        return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
+                          kv_tokens=self._scheduler.capacity, context_max=self.context_max,
+                          parameters=sum(p.numel() for p in self.model.parameters()))
+
+    # --- a request's beginning
+
+    def _request(self, message: wire.Generate, raw: bytes) -> Request:
+        s = message.sampling
+        if not raw or len(raw) % 4:
+            raise WorkerFailed("a prompt is a positive number of int32 token ids")
+        tokens: list[int] = np.frombuffer(raw, np.int32).tolist()
+        vocab = self._embed.num_embeddings
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            raise BadRequest(f"token ids must lie in 0..{vocab - 1}")
+        if s.max_tokens < 1:
+            raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+        if len(tokens) + s.max_tokens > self.context_max:
+            raise ContextLength(f"prompt of {len(tokens)} and answer of {s.max_tokens} tokens are over "
+                                f"the limit of {self.context_max}")
+        images = self._images(message.spans, tokens)
+        positions, delta = self._positions(tokens, message.spans)
+        stop = frozenset(s.stop_token_ids) | (frozenset() if s.ignore_eos else frozenset(self._family.eos_ids))
+        return Request(
+            id=message.id, tokens=tokens, prompt=len(tokens), total_max=len(tokens) + s.max_tokens,
+            sampler=Sampler(s, tokens, stop, self._head.out_features, self._device), stop_ids=stop,
+            max_tokens=s.max_tokens, positions=positions, delta=delta, images=images,
+            leases_until=images[-1].end if images else len(tokens))
+
+    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Rows]:
+        """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""
+        images, end = [], -1
+        for span in spans:
+            # get_rope_index takes neighbouring images for one: a token must lie between them.
+            if not (end < span.start and span.start + span.rows <= len(tokens) and span.rows > 0):
+                raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) do not fit the prompt")
+            end = span.start + span.rows
+            if set(tokens[span.start:end]) != {self._family.image_token_id}:
+                raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) are not all placeholders")
+            if self._family.rows(span.grid) != span.rows:
+                raise WorkerFailed(f"grid {span.grid} does not make {span.rows} rows")
+            shape = (self._family.planes, span.rows, self._family.hidden)
+            if self._arena is None or self._family.embedding_bytes(span.rows, span.dtype) > span.lease.size:
+                raise WorkerFailed(f"a lease of {span.lease.size} bytes is too small for {span.rows} rows")
+            # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
+            flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype),
+                                    count=math.prod(shape))
+            images.append(Rows(span.start, flat.view(shape)))
+        return images
+
+    def _positions(self, tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[torch.Tensor | None, int]:
+        if not spans:
+            return None, 0
+        ids = torch.tensor([tokens])
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        for span in spans:
+            kinds[0, span.start:span.start + span.rows] = 1
+        positions, delta = self.model.base_model.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor([span.grid for span in spans]))
+        return positions[:, 0], int(delta)
+
+    # --- a step
+
+    def _run(self, batch: Batch[Request]) -> torch.Tensor:
+        """Hidden states [T, hidden] of the batch's rows."""
+        layout = []
+        for request, count in batch.chunks:
+            self._pool.hold(request.id, request.reserved)
+        for request, count in batch.chunks:     # all have been placed: offsets stay for this step
+            layout.append((count, self._pool.offset(request.id), request.computed))
+        ids = [token for request, count in batch.chunks
+               for token in request.tokens[request.computed:request.computed + count]]
+        embeds = self._embed(torch.tensor(ids, device=self._device))
+        out = self._text(
+            inputs_embeds=embeds[None], position_ids=self._batch_positions(batch).to(self._device)[:, None],
+            cache=self._pool, use_cache=False, plan=attention.plan(layout, self._device),
+            **self._splice(batch, embeds))
+        return out.last_hidden_state[0]
+
+    def _batch_positions(self, batch: Batch[Request]) -> torch.Tensor:
+        """[3, T]."""
+        pieces, single = [], []
+        for request, count in batch.chunks:
+            start, end = request.computed, request.computed + count
+            if count == 1 and start >= request.prompt:
+                single.append(start + request.delta)
+                continue
+            if single:      # decode tokens come first, so this happens once
+                pieces.append(torch.tensor(single).expand(3, -1))
+                single = []
+            if request.positions is not None and start < request.prompt:
+                pieces.append(request.positions[:, start:end])
+                start = min(end, request.prompt)
+            if start < end:
+                pieces.append(torch.arange(start + request.delta, end + request.delta).expand(3, -1))
+        if single:
+            pieces.append(torch.tensor(single).expand(3, -1))
+        return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+    def _splice(self, batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
+        """Write images' rows over their placeholders in `embeds`; what the text model needs for deepstack."""
+        deep: list[torch.Tensor] = []
+        places: list[tuple[int, int]] = []
+        row = 0
+        for request, count in batch.chunks:
+            start, end = request.computed, request.computed + count
+            for image in request.images:
+                low, high = max(start, image.start), min(end, image.end)
+                if low >= high:
+                    continue
+                part = image.planes[:, low - image.start:high - image.start].to(self._device, self.dtype)
+                at = row + low - start
+                embeds[at:at + high - low] = part[0]
+                deep.append(part[1:])
+                places.append((at, at + high - low))
+            row += count
+        if not places or self._family.planes == 1:
+            return {}
+        mask = torch.zeros(1, row, dtype=torch.bool, device=self._device)
+        for low, high in places:
+            mask[0, low:high] = True
+        stacked = torch.cat(deep, 1)
+        return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(stacked)}
+
+    def _postprocess(self, batch: Batch[Request], hidden: torch.Tensor) -> None:
+        """Move every sequence on, and choose a token for those whose last known token was computed."""
+        ready: list[Request] = []
+        rows: list[int] = []
+        row = 0
+        for request, count in batch.chunks:
+            row += count
+            request.computed += count
+            if not request.prefilled and request.computed >= request.leases_until:
+                self._let_go(request)
+            if not request.pending:
+                ready.append(request)
+                rows.append(row - 1)
+        if not ready:
+            return
+        logits = self._head(hidden[rows]).float()
+        values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
+        for i, (request, value, best) in enumerate(zip(ready, values.tolist(), ids.tolist())):
+            try:
+                if not math.isfinite(value):
+                    raise ArithmeticError("logits are not finite")
+                self._advance(request, best if request.sampler.plain else request.sampler.choose(logits[i]), logits[i])
+            except Exception as error:
+                self._end(request, failed(request.id, error))
+
+    def _let_go(self, request: Request) -> None:
+        """Stop reading leases.
+
+        A request whose memory lasts to its end is pinned: it needs its images no more.  Any other may have to
+        be computed anew after its leases are gone, so it keeps a copy, a few per cent of its prefill's time.
+        """
+        request.prefilled = True
+        if request.complete and request.images:
+            request.pinned, request.images = True, []
+        else:
+            request.images = [Rows(image.start, image.planes.clone()) for image in request.images]
+        self._send(wire.Prefilled(request.id))
+
+    def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:
+        if token in request.stop_ids:
+            self._end(request, wire.Done(request.id, "stop", token))
+            return
+        logprob = request.sampler.logprob(logits, token)
+        request.sampler.accept(token)
+        request.tokens.append(token)
+        self._send(wire.Tokens(request.id, (token,), () if logprob is None else (logprob,)))
+        if len(request.tokens) - request.prompt >= request.max_tokens:
+            self._end(request, wire.Done(request.id, "length"))
+
+    def _end(self, request: Request, last: wire.FromWorker) -> None:
+        del self._requests[request.id]
+        self._scheduler.remove(request)
+        self._pool.release(request.id)
+        self._send(last)
+
+    def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
+        """Tokens of KV cache: as told, or what the bytes hold, and no more than can ever be used."""
+        each = kv.bytes_per_token(self._text.config, self.dtype)
+        tokens = spec.kv_tokens or (spec.kv_bytes or KV_BYTES_DEFAULT) // each
+        tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
+        if tokens < KV_UNIT:
+            raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
+        return tokens

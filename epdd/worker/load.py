@@ -1,0 +1,116 @@
+"""Loads one half of a checkpoint: the vision tower or the language model.
+
+Goes through transformers' own from_pretrained (renamed keys, tied weights and shards are its matter) with
+a subclass that drops the other half while the model is still on the meta device, so that only the wanted
+half is ever read.  Weights whose type is kept stay file pages, shared by all workers that map them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, logging as transformers_logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from epdd.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+class Dropped(nn.Module):  # type: ignore[misc]
+    """Stands where the half was that this process does not hold."""
+
+
+def load_vision(folder: str, dtype: str, device: str) -> Any:
+    """The vision tower in eval mode.  Raises ModelError."""
+    return _load_half(folder, "vision", pick_dtype(folder, dtype, device), device, "sdpa").base_model.visual
+
+
+def load_language(folder: str, dtype: str, device: str, attention: str) -> Any:
+    """The whole model class without its vision tower, in eval mode.  Raises ModelError.
+
+    `attention` is a name known to transformers' AttentionInterface.
+    """
+    model = _load_half(folder, "language", pick_dtype(folder, dtype, device), device, attention)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ("full_attention",))
+    if kinds != {"full_attention"}:
+        raise ModelError(f"{folder}: attention of kind {', '.join(sorted(kinds))} is not served")
+    return model
+
+
+def pick_dtype(folder: str, wanted: str, device: str) -> torch.dtype:
+    """What to compute in.  "auto" keeps the checkpoint's type where the device computes it well.
+
+    bfloat16 without AMX tiles runs at a third of float32's speed on CPUs, and float16 not at all.
+    """
+    if wanted != "auto":
+        return cast(torch.dtype, getattr(torch, wanted))
+    config = _config(folder)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if device != "cpu":
+        return torch.float32 if stored == torch.float32 else torch.bfloat16
+    return torch.bfloat16 if stored == torch.bfloat16 and _cpu_has_fast_bfloat16() else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32: how wire.py spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _cpu_has_fast_bfloat16() -> bool:
+    with open("/proc/cpuinfo") as file:
+        flags = next((line for line in file if line.startswith("flags")), "")
+    return "amx_bf16" in flags.split() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _config(folder: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        log.debug("%s: %s", folder, error)
+        raise ModelError(f"{folder}: config.json cannot be used ({type(error).__name__})") from None
+
+
+def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attention: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    config = _config(folder)
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if whole is None:
+        raise ModelError(f"{folder}: model_type {config.model_type!r} is not a vision-language model")
+    try:
+        model, found = _half_class(whole, half).from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention,
+            local_files_only=True, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: weights cannot be loaded ({type(error).__name__}: {error})") from error
+    if found["missing_keys"] or found["mismatched_keys"]:
+        names = sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"])
+        raise ModelError(f"{folder}: {len(names)} weights are missing or of the wrong shape, first {names[0]}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+@functools.cache
+def _half_class(whole: type, half: str) -> Any:
+    """A subclass of a model class whose instances lack the other half from the start."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
+        if half == "language":
+            self.model.visual = Dropped()
+            return
+        self.model.language_model = Dropped()
+        self.lm_head = Dropped()
+        self.all_tied_weights_keys = {}
+
+    members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
+                               "_keys_to_ignore_on_load_unexpected": [r".*"]}
+    if half == "vision":
+        # transformers asks for these to size and tie embeddings, which this half has not.
+        members |= {"get_input_embeddings": lambda self: None, "get_output_embeddings": lambda self: None,
+                    "_tied_weights_keys": None}
+    # The class keeps its name: transformers looks up key renamings by it.
+    return type(whole.__name__, (whole,), members)

@@ -1,0 +1,144 @@
+"""Who runs in the next step: a pure state machine over token counts, without torch.
+
+KV memory is counted in tokens.  A sequence is admitted with room for its prompt and some of its answer and
+grows later; when nothing is left, the youngest is preempted: it gives its KV memory back, waits in front of
+all others and is computed anew, its answer so far now being part of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from epdd.errors import ContextLength
+
+KV_UNIT = 64            # tokens: what KV memory is handed out in
+HEADROOM_TOKENS = 512   # of an answer reserved ahead: fewer growths, and most answers never need one
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What the scheduler knows of a request."""
+
+    id: str
+    tokens: list[int]           # the prompt, then the answer so far
+    prompt: int                 # how many of them are the prompt
+    total_max: int              # prompt and the longest answer
+    computed: int = 0           # tokens whose keys and values are in the cache
+    reserved: int = 0           # tokens of KV memory held
+    pinned: bool = False        # cannot be computed anew, so never preempted
+
+    @property
+    def pending(self) -> int:
+        """Tokens not computed yet: 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether its memory lasts to its last token, so that it can never cause a preemption."""
+        return self.reserved >= self.total_max
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass
+class Batch(Generic[S]):
+    """One step: `count` tokens from `computed` on of each sequence, decoding ones first."""
+
+    chunks: list[tuple[S, int]] = field(default_factory=list)
+    preempted: list[S] = field(default_factory=list)    # their memory goes back before the step runs
+
+
+class Scheduler(Generic[S]):
+    """Waiting and running sequences, each oldest first, save that a pinned one may run on while an older one waits."""
+
+    def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS) -> None:
+        self.capacity = kv_tokens // KV_UNIT * KV_UNIT
+        self.free = self.capacity
+        self.waiting: deque[S] = deque()
+        self.running: list[S] = []
+        self.preempted = 0
+        self.token_budget = token_budget
+        # Each running sequence gets at least one token a step, or it would hold memory for nothing.
+        self._batch_max = min(batch_max, token_budget)
+        self._headroom = headroom
+
+    def add(self, sequence: S) -> None:
+        """Queue a sequence.  Raises ContextLength if it could not finish even alone."""
+        if sequence.total_max > self.capacity:
+            raise ContextLength(f"prompt and answer of {sequence.total_max} tokens do not fit the {self.capacity} "
+                                "tokens of KV cache")
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: S) -> None:
+        """Forget a sequence that is done or cancelled."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def next_batch(self) -> Batch[S]:
+        """Decoding sequences first, then prefill chunks, then new sequences, within the token budget."""
+        batch: Batch[S] = Batch()
+        left = self.token_budget
+        for sequence in [s for s in self.running if s.pending == 1]:
+            if sequence.reserved and self._grow(sequence, batch):
+                batch.chunks.append((sequence, 1))
+                left -= 1
+        for sequence in self.running:
+            if left and sequence.pending > 1:
+                left -= self._prefill(sequence, left, batch)
+        # After a preemption the freed memory belongs to those who needed it, not to the next in line.
+        while left and not batch.preempted and self.waiting and self._admit(self.waiting[0]):
+            left -= self._prefill(self.running[-1], left, batch)
+        return batch
+
+    def _prefill(self, sequence: S, left: int, batch: Batch[S]) -> int:
+        count = min(left, sequence.pending)
+        batch.chunks.append((sequence, count))
+        return count
+
+    def _admit(self, sequence: S) -> bool:
+        if len(self.running) >= self._batch_max or not self._reserve(sequence, self._ahead(sequence)):
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        return True
+
+    def _grow(self, sequence: S, batch: Batch[S]) -> bool:
+        """Room for one more token, at others' cost if need be; False if the sequence itself had to go."""
+        if len(sequence.tokens) <= sequence.reserved:
+            return True
+        while not (self._reserve(sequence, self._ahead(sequence)) or self._reserve(sequence, len(sequence.tokens))):
+            # There is always one: a pinned sequence never grows, so this one is not pinned.
+            victim = next(s for s in reversed(self.running) if not s.pinned)
+            self._preempt(victim, batch)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: S, batch: Batch[S]) -> None:
+        self.running.remove(victim)
+        self.waiting.appendleft(victim)
+        self._release(victim)
+        victim.computed = 0
+        self.preempted += 1
+        batch.preempted.append(victim)
+
+    def _ahead(self, sequence: S) -> int:
+        return min(sequence.total_max, len(sequence.tokens) + self._headroom)
+
+    def _reserve(self, sequence: S, tokens: int) -> bool:
+        more = -(-tokens // KV_UNIT) * KV_UNIT - sequence.reserved
+        if more > self.free:
+            return False
+        self.free -= more
+        sequence.reserved += more
+        return True
+
+    def _release(self, sequence: S) -> None:
+        self.free += sequence.reserved
+        sequence.reserved = 0

@@ -1,0 +1,29 @@
+"""Fixtures that cost something once: checkpoints of the three families."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`checkpoint(family, **options)`: the folder of a random checkpoint, built once a session."""
+    from tests import checkpoints
+
+    built: dict[str, Path] = {}
+
+    def get(family: str = "qwen3_vl", **options: object) -> str:
+        key = f"{family} {sorted(options.items())}"
+        if key not in built:
+            folder = tmp_path_factory.mktemp("checkpoint") / family
+            built[key] = checkpoints.build(folder, family, **options)  # type: ignore[arg-type]
+        return str(built[key])
+
+    return get

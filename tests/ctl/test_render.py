@@ -1,0 +1,81 @@
+import pytest
+
+from epdd.ctl import render
+from tests.ctl.snapshot import snapshot, worker
+
+
+def test_the_whole_screen():
+    assert render.status(snapshot()) == """\
+epdd 0.1.0  degraded  Qwen3-VL-8B (qwen3_vl)  http://0.0.0.0:8765  up 5 h 12 min
+
+WORKER     DEVICE  NUMA  CPUS          STATE        IN FLIGHT        RATE   DONE   MEMORY   KV
+encoder/0  cuda:0     0  1-2           READY        3 (12.3k)  31.4 img/s  81.2k    3 GiB    -
+encoder/1  cpu        0  4-15          READY        1 (4096)   5.21 img/s    12k  900 MiB    -
+encoder/2  cpu        1  17,19,21,2..  READY        0           4.8 img/s   9012  900 MiB    -
+encoder/3  cpu        2  -             weights 42%  0                   -      0  300 MiB    -
+encoder/4  cpu        3  49-63         READY        1 (2040)    5.3 img/s  11.9k  900 MiB    -
+pd/0       cuda:1     0  0             READY        8 (8512)    812 tok/s    30k    5 GiB  22%
+pd/1       cuda:2     1  16            READY        9 (8512)    812 tok/s    30k    5 GiB  44%
+pd/2       cuda:3     2  32            READY        10 (8512)   812 tok/s    30k    5 GiB  67%
+pd/3       cuda:4     3  48            READY        11 (8512)   812 tok/s    30k    5 GiB  89%
+
+pools     I_cpu 6136  I_gpu 12.3k  N_cpu 4  N_gpu 1  R 6.21 measured  B_cpu 7911
+queue     3 images waiting, 6120 patches; policy budget, in flight counted by patch
+arena     3 GiB of 4 GiB used: 700 MiB in use, 2.3 GiB cached; 211 leases, 0 waiting
+cache     184 images, 2.3 GiB of 4 GiB
+lookups   51.2k hits (31%), 114.2k misses, 312 joined, 113k evicted
+requests  38 running, 120k completed, 3 failed, 212 rejected, 91 aborted
+latency   p50 2.31 s, p90 5.02 s, p99 11 s;  first token p50 412 ms, p90 950 ms, p99 2.10 s
+rate      3250 tokens/s, 46.7 images/s
+
+! encoder/3 STARTING
+! encoder/2: memory not bound to NUMA node 1: Operation not permitted; set_mempolicy may need
+  CAP_SYS_NICE
+! encoder/2 restarted 2 times"""
+
+
+def test_before_anything_is_known():
+    """Right after the start: no worker is up, nothing was measured."""
+    blank = snapshot(state="starting", why=[], workers=[worker("pd/0", state="GONE", cpus=None, pid=None,
+                                                               rss_bytes=None, in_flight=None)])
+    blank["router"] |= {"ratio": None, "ratio_source": "none", "budget_cpu": None}
+    blank["requests"] |= {"latency_s": {"p50": None, "p90": None, "p99": None, "count": 0}, "ttft_s": None,
+                          "tokens_per_s": None}
+    text = render.status(blank)
+    assert "R -  B_cpu -" in text
+    assert "latency   -;  first token -" in text
+
+
+def test_colour_changes_nothing_else():
+    plain, painted = render.status(snapshot()), render.status(snapshot(), colour=True)
+    assert "\x1b[33mdegraded\x1b[0m" in painted
+    for code in ("0", *render._CODES.values()):
+        painted = painted.replace(f"\x1b[{code}m", "")
+    assert painted == plain
+
+
+@pytest.mark.parametrize("seconds, text", [(0.0854, "85 ms"), (1.239, "1.24 s"), (75.2, "75 s"), (None, "-")])
+def test_seconds(seconds, text):
+    assert render.seconds(seconds) == text
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (42.9, "42 s"), (200, "3 min"), (18_732, "5 h 12 min"), (700_000, "8 d 2 h"), (None, "-")])
+def test_duration(seconds, text):
+    assert render.duration(seconds) == text
+
+
+@pytest.mark.parametrize("value, text", [
+    (0, "0"), (817, "817"), (9012, "9012"), (12_440, "12.4k"), (3_100_000, "3.1M"), (2e9, "2G"), (None, "-")])
+def test_quantity(value, text):
+    assert render.quantity(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(0, "0"), (0.4123, "0.412"), (6.21, "6.21"), (417.3, "417"), (12345, "12.3k")])
+def test_number(value, text):
+    assert render.number(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(0, "0 B"), (1536, "1.5 KiB"), (512 << 20, "512 MiB"), (5 << 39, "2.5 TiB")])
+def test_size(value, text):
+    assert render.size(value) == text

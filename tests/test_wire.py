@@ -1,0 +1,61 @@
+"""Frames survive any cut of the stream; anything malformed ends the connection and nothing else."""
+
+import asyncio
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epdd import wire
+from epdd.errors import ProtocolError
+
+MESSAGES = [
+    (wire.Encode("e1", wire.Lease(4096, 100), (1, 4, 6), 6), b"\xff\xd8 an image"),
+    (wire.Generate("r1", (wire.Span(3, 6, (1, 4, 6), wire.Lease(0, 8), "float32", "ab"),),
+                   wire.Sampling(5, temperature=0.5, logit_bias={7: -100.0}, stop_token_ids=(1, 2))), b"\x01\0\0\0"),
+    (wire.Cancel("r1"), b""),
+]
+
+
+@given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.data())
+def test_any_cut_gives_the_same_frames(messages, data):
+    stream = b"".join(wire.pack(*message) for message in messages)
+    buffer, got = wire.FrameBuffer(), []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        got += buffer.feed(stream[:cut])
+        stream = stream[cut:]
+    assert got == messages
+
+
+@pytest.mark.parametrize("frame", [
+    struct.pack("<II", wire.HEADER_BYTES_MAX + 1, 0),
+    struct.pack("<II", 2, wire.RAW_BYTES_MAX + 1),
+    struct.pack("<II", 2, 0) + b"{}",
+    struct.pack("<II", 3, 0) + b"\x80\x04.",                            # a pickle is just bad JSON here
+    struct.pack("<II", 18, 0) + b'{"type":"encode"}\n',                 # fields missing
+    wire.pack(wire.Beat(1)),                                            # the other direction's message
+])
+def test_malformed_frames_are_refused(frame):
+    with pytest.raises(ProtocolError):
+        wire.FrameBuffer().feed(frame)
+
+
+def test_field_types_are_checked():
+    good = msgspec.json.encode(MESSAGES[0][0])
+    with pytest.raises(ProtocolError):
+        wire.to_worker(good.replace(b"4096", b'"4096"'))
+
+
+async def test_worker_messages_round_trip_over_a_stream():
+    sent = [wire.Ready(wire.Binding((0, 1), (0,), 2), "float32", samples=((64, 0.5),)), wire.Beat(3, kv_used=9),
+            wire.Tokens("r", (1, 2), (wire.TokenLogprob(-0.5, ((1, -0.5),)),)), wire.Done("r", "stop", 7),
+            wire.Failed("", "bad_model", "no weights")]
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join(map(wire.pack, sent)))
+    reader.feed_eof()
+    assert [await wire.read_from_worker(reader) for _ in sent] == sent
+    with pytest.raises(asyncio.IncompleteReadError):
+        await wire.read_from_worker(reader)

@@ -1,0 +1,84 @@
+"""In children: a binding cannot be undone, and a wrong call into libnuma kills its process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import json, os, sys
+{before}
+from epdd.wire import WorkerSpec
+from epdd.worker import affinity
+{patch}
+cpus, node = json.loads(sys.argv[1])
+found = affinity.bind(WorkerSpec("encoder/0", "encoder", "cpu", tuple(cpus), node, 1, "/m"))
+print(json.dumps([found.cpus, found.mem_nodes, found.threads, found.warning, sorted(affinity._policy_nodes())]))
+"""
+CPU = min(os.sched_getaffinity(0))
+# As if the machine had more memory nodes, so that binding is really tried.
+SEVERAL = "affinity._allowed_nodes = lambda: {0, 1}"
+
+
+def bind(cpus, node, before="", patch=""):
+    run = subprocess.run([sys.executable, "-c", CHILD.format(before=before, patch=patch), json.dumps([cpus, node])],
+                         capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_cpus_are_bound_and_read_back():
+    assert bind([CPU], 0)[0] == [CPU]
+    assert bind([CPU], 0)[3] == ""
+
+
+def test_no_binding_asked_for():
+    assert bind([], None)[0] == sorted(os.sched_getaffinity(0))
+
+
+def test_cpus_the_kernel_drops_are_told():
+    cpus, _, _, warning, _ = bind([CPU, 8000], None)
+    assert cpus == [CPU]
+    assert warning == "CPUs 8000 not bound: outside the allowed CPUs"
+
+
+def test_absent_cpus_are_told():
+    assert bind([8000], None)[3] == "CPUs 8000 not bound: Invalid argument"
+
+
+def test_absent_node_is_told_and_libnuma_is_not_asked():
+    assert bind([CPU], 999, patch=SEVERAL)[3] == "memory not bound: there is no NUMA node 999"
+
+
+@pytest.mark.parametrize("before", ["", "sys.modules['numa'] = None"], ids=["py-libnuma", "syscall"])
+def test_memory_policy(before):
+    _, nodes, _, warning, policy = bind([CPU], 0, before=before, patch=SEVERAL)
+    assert (nodes, warning, policy) == ([0], "", [0])
+
+
+def test_the_only_memory_node_needs_no_policy():
+    _, nodes, _, warning, policy = bind([CPU], 0, patch="affinity._allowed_nodes = lambda: {0}")
+    assert (nodes, warning, policy) == ([0], "", [])
+
+
+def test_a_node_outside_the_cpuset_is_told():
+    warning = bind([CPU], 0, patch="affinity._allowed_nodes = lambda: {1, 2}")[3]
+    assert warning == "memory not bound: NUMA node 0 is outside the allowed nodes 1,2"
+
+
+def test_denied_policy_names_the_capability():
+    """As in a container whose filter refuses set_mempolicy."""
+    deny = """
+import ctypes, struct, platform
+number = {"x86_64": 238, "aarch64": 237}[platform.machine()]
+code = struct.pack("=" + "HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, number, 0x06, 0, 0, 0x50001, 0x06, 0, 0, 0x7fff0000)
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(code)
+program = struct.pack("@HP", 4, ctypes.addressof(buffer))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
+"""
+    _, nodes, _, warning, policy = bind([CPU], 0, before=deny, patch=SEVERAL)
+    assert warning == ("memory not bound to NUMA node 0: Operation not permitted; set_mempolicy may need CAP_SYS_NICE")
+    assert (nodes, policy) == ([], [])

@@ -72,8 +72,10 @@ class Allowlist:
 def _split_port(entry: str) -> tuple[str, int | None]:
     name = entry.lower()
     if name.startswith("["):            # [::1] or [::1]:8080
-        host, _, rest = name[1:].partition("]")
-        return str(ipaddress.IPv6Address(host)), int(rest[1:]) if rest.startswith(":") else None
+        host, bracket, rest = name[1:].partition("]")
+        if not bracket or rest and not rest.startswith(":"):
+            raise ValueError("brackets")
+        return str(ipaddress.IPv6Address(host)), int(rest[1:]) if rest else None
     if name.count(":") == 1:
         host, _, port = name.partition(":")
         return host.rstrip("."), int(port)

@@ -171,7 +171,8 @@ def _pixels(data: _Json, family: Family) -> tuple[int, int]:
     low, high = (int(_number(options, name, int, 1, None, 0, f"mm_processor_kwargs.{name}"))
                  for name in ("min_pixels", "max_pixels"))
     if low and high and low > high:
-        raise BadRequest(f"min_pixels ({low}) is over max_pixels ({high})", param="mm_processor_kwargs.min_pixels")
+        raise BadRequest(f"mm_processor_kwargs: min_pixels ({low}) is over max_pixels ({high})",
+                         param="mm_processor_kwargs.min_pixels")
     return tuple(min(max(value, family.min_pixels), family.max_pixels) if value else 0  # type: ignore[return-value]
                  for value in (low, high))
 

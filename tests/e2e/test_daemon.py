@@ -74,7 +74,7 @@ def test_true_answers_about_pictures(daemon):
 
 
 def test_eight_images_use_all_encoders_and_repeats_hit_the_cache(daemon):
-    images = [image_part(circle("red", 160 + 4 * i)) for i in range(8)]
+    images = [image_part(circle("red", 300 + 4 * i)) for i in range(8)]
     before = daemon.status()
     daemon.say([*images, text_part("List the images in order.")])
     after = daemon.status()
@@ -144,8 +144,8 @@ def test_the_official_client(daemon):
     assert [model.id for model in client.models.list()] == ["epdd-demo"]
     whole = client.chat.completions.create(**options)
     text = whole.choices[0].message.content
-    assert "blue" in text.lower() and whole.usage.total_tokens == (whole.usage.prompt_tokens
-                                                                    + whole.usage.completion_tokens)
+    usage = whole.usage
+    assert "blue" in text.lower() and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens

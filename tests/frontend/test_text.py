@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from epdd.frontend.text import Decoder, StopStrings, TextStream, Vocabulary
 
@@ -139,7 +138,7 @@ def test_batches_of_tokens_change_nothing(ids: list[int], sizes: list[int], stop
     assert run(batches) == run([[token] for token in ids])
 
 
-def test_every_mark_comes_when_nothing_stops(tokenizer: Tokenizer) -> None:
+def test_every_mark_comes_when_nothing_stops() -> None:
     ids = encode("Größe, naïve 龜 🫠")
     stream: TextStream[int] = TextStream(VOCABULARY)
     pieces = [stream.push([token], [token]) for token in ids] + [stream.end()]

@@ -1,0 +1,212 @@
+"""Sizes from headers: what Pillow says of the same files, and the sizes of files that lie or end early."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps, PngImagePlugin
+
+from epdd.errors import MediaError
+from epdd.frontend import image_header
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+
+
+def save(size: tuple[int, int], form: str, mode: str = "RGB", **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, size, 0).save(file, form, **options)
+    return file.getvalue()
+
+
+def upright(data: bytes) -> tuple[int, int]:
+    """Pillow's own opinion."""
+    with Image.open(io.BytesIO(data)) as image:
+        turned = ImageOps.exif_transpose(image)
+        assert turned is not None
+        return turned.size
+
+
+def exif(orientation: int) -> bytes:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    tags[0x010F] = "a maker"
+    return tags.tobytes()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("size", [(1, 1), (24, 16), (3, 700), (1200, 7)])
+def test_plain_sizes(form: str, size: tuple[int, int]) -> None:
+    assert image_header.size(save(size, form)) == size
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(0, 10))
+def test_orientation_as_pillow(form: str, orientation: int) -> None:
+    data = save((24, 16), form, exif=exif(orientation))
+    assert image_header.size(data) == upright(data)
+    assert image_header.size(data) == ((16, 24) if 5 <= orientation <= 8 else (24, 16))
+
+
+@pytest.mark.parametrize("options", [
+    {"progressive": True}, {"optimize": True}, {"comment": b"\xff\xd9" * 40}, {"icc_profile": b"\xff\xc0" * 9000},
+])
+def test_jpeg_kinds(options: dict[str, object]) -> None:
+    assert image_header.size(save((31, 17), "JPEG", **options)) == (31, 17)
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+def test_jpeg_modes(mode: str) -> None:
+    assert image_header.size(save((31, 17), "JPEG", mode)) == (31, 17)
+
+
+@pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 10}, {"lossless": True, "exif": exif(6)}])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_webp_kinds(mode: str, options: dict[str, object]) -> None:
+    data = save((33, 9), "WEBP", mode, **options)
+    assert image_header.size(data) == upright(data)
+
+
+def test_orientation_by_xmp_alone() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    for form in ("JPEG", "WEBP"):
+        data = save((24, 16), form, xmp=xmp)
+        assert image_header.size(data) == upright(data) == (16, 24)
+
+
+@pytest.mark.parametrize("damage", [b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0II*\0\xff\xff\xff\xff",
+                                    b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12", b"Exif\0\0nonsense"])
+def test_malformed_exif_is_ignored(damage: bytes) -> None:
+    clean = save((24, 16), "JPEG")
+    segment = b"\xff\xe1" + struct.pack(">H", len(damage) + 2) + damage
+    assert image_header.size(clean[:2] + segment + clean[2:]) == (24, 16)
+
+
+def test_animations_have_the_size_of_their_first_frame() -> None:
+    frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "green", "blue")]
+    for form in ("GIF", "WEBP", "PNG"):
+        file = io.BytesIO()
+        frames[0].save(file, form, save_all=True, append_images=frames[1:])
+        assert image_header.size(file.getvalue()) == (20, 10)
+
+
+def test_a_gif_frame_larger_than_the_screen_counts() -> None:
+    data = bytearray(save((50, 40), "GIF"))
+    data[6:10] = struct.pack("<HH", 1, 1)
+    assert image_header.size(bytes(data)) == upright(bytes(data)) == (50, 40)
+
+
+def test_a_bmp_from_the_top() -> None:
+    data = bytearray(save((6, 5), "BMP"))
+    data[22:26] = struct.pack("<i", -5)
+    assert image_header.size(bytes(data)) == upright(bytes(data)) == (6, 5)
+
+
+def bomb(side: int) -> bytes:
+    """A real, tiny PNG of side x side pixels."""
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = zlib.compress(bytes((side + 7) // 8 + 1) * 100)
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+            + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+
+
+def test_enormous_claims_cost_nothing() -> None:
+    started = time.perf_counter()
+    assert image_header.size(bomb(20_000)) == (20_000, 20_000)
+    assert time.perf_counter() - started < 0.05
+
+
+@pytest.mark.parametrize(("data", "code"), [
+    (b"", "empty_image_file"),
+    (b"hello", "invalid_image_format"),
+    (b"<!DOCTYPE html><html>", "invalid_image_format"),
+    (b"II*\0" + bytes(40), "invalid_image_format"),     # TIFF
+    (b"\xff\xd8\xff", "image_parse_error"),
+    (b"\x89PNG\r\n\x1a\n", "image_parse_error"),
+    (b"GIF89a\x01", "image_parse_error"),
+    (b"BM", "image_parse_error"),
+    (b"RIFF\0\0\0\0WEBPXXXX" + bytes(40), "image_parse_error"),
+])
+def test_no_images(data: bytes, code: str) -> None:
+    with pytest.raises(MediaError) as caught:
+        image_header.size(data)
+    assert caught.value.code == code
+    assert "0x" not in caught.value.message
+
+
+def test_a_png_side_of_zero_is_damage() -> None:
+    data = bytearray(save((4, 4), "PNG"))
+    data[16:20] = bytes(4)
+    with pytest.raises(MediaError) as caught:
+        image_header.size(bytes(data))
+    assert caught.value.code == "image_parse_error"
+
+
+MAGIC = st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"RIFF\0\0\0\0WEBPVP8 ",
+                         b"RIFF\0\0\0\0WEBPVP8L", b"GIF89a", b"BM"])
+
+
+@given(MAGIC, st.binary(max_size=300))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_give_a_size_or_a_fault(magic: bytes, rest: bytes) -> None:
+    try:
+        width, height = image_header.size(magic + rest)
+    except MediaError as error:
+        assert error.code in ("image_parse_error", "invalid_image_format")
+    else:
+        assert width > 0 and height > 0
+
+
+@given(st.sampled_from(FORMATS), st.integers(0, 400), st.binary(min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_damaged_files_give_a_size_or_a_fault(form: str, at: int, change: bytes) -> None:
+    data = bytearray(save((40, 30), form))
+    data[at:at + len(change)] = change
+    try:
+        image_header.size(bytes(data[:400]))
+    except MediaError as error:
+        assert error.code
+
+
+@pytest.mark.parametrize("hostile", [
+    b"\xff\xd8\xff" + b"\xff" * 3_000_000, b"\xff\xd8\xff\xd0" * 800_000, b"\xff\xd8\xff\x01" + b"\0" * 3_000_000,
+    b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 5, 5) + bytes(9) + (bytes(4) + b"abcd" + bytes(4)) * 250_000,
+    b"GIF89a" + struct.pack("<HHBBB", 5, 5, 0, 0, 0) + b"!\xfe\0" * 1_000_000,
+])
+def test_hostile_files_take_no_time(hostile: bytes) -> None:
+    started = time.perf_counter()
+    try:
+        image_header.size(hostile)
+    except MediaError:
+        pass
+    assert time.perf_counter() - started < 0.5
+
+
+def test_a_late_exif_chunk_is_not_obeyed() -> None:
+    # Encoders do not decode a PNG to look for it either, and both sides must agree.
+    info = PngImagePlugin.PngInfo()
+    data = save((24, 16), "PNG", pnginfo=info)
+    body = exif(6)[6:]
+    late = struct.pack(">I4s", len(body), b"eXIf") + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
+    assert image_header.size(data[:-12] + late + data[-12:]) == (24, 16)
+
+
+Sizer = Callable[[bytes], tuple[int, int]]
+
+
+def test_agrees_with_the_encoder() -> None:
+    decode_image = pytest.importorskip("epdd.worker.decode_image")
+    for form in FORMATS:
+        for options in ({}, {"exif": exif(6)}, {"exif": exif(3)}):
+            if options and form in ("GIF", "BMP"):
+                continue
+            data = save((37, 19), form, **options)
+            assert decode_image.Picture(data).size == image_header.size(data)

@@ -1,0 +1,146 @@
+"""Boots a real systemd as PID 1 on this machine's own /usr, in a container that leaves nothing behind.
+
+The root is an empty tmpfs over a read-only /usr (systemd-nspawn --volatile), so there is no image to build.
+The interpreter and the packages that run the tests are bound to /opt/epdd, where DynamicUser can reach them:
+a venv below /root or /home would be closed to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+BOOT_S = 60.0
+STOP_S = 30.0
+# A cgroup v2 tree of our own, also where the host still has v1; removed when the container has ended.
+OUTER = """
+mount -t cgroup2 none /sys/fs/cgroup
+group=/sys/fs/cgroup/epdd-test-$$
+mkdir -p $group/inner && echo $$ > $group/inner/cgroup.procs || exit 1
+"$@"
+echo $$ > /sys/fs/cgroup/cgroup.procs
+find $group -depth -type d -exec rmdir {} + 2>/dev/null
+"""
+
+
+def missing() -> str:
+    """Why a container cannot be booted here, or nothing."""
+    if os.geteuid() != 0:
+        return "needs root"
+    for program in ("systemd-nspawn", "nsenter", "unshare"):
+        if shutil.which(program) is None:
+            return f"needs {program} (Debian: systemd-container, util-linux)"
+    if not Path("/usr/lib/systemd/systemd").exists():
+        return "needs systemd itself in /usr"
+    probe = subprocess.run(["unshare", "-m", "sh", "-c", "mount -t cgroup2 none /sys/fs/cgroup"], capture_output=True)
+    return "" if probe.returncode == 0 else "needs to mount cgroup2: this machine is a restricted container"
+
+
+class Machine:
+    """A booted container: `with Machine(folder) as machine: machine.run("systemctl", "start", "epdd")`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = folder / "console"
+        self._leader = 0
+
+    def __enter__(self) -> Machine:
+        with self._log.open("wb") as console:
+            self._process = subprocess.Popen(
+                ["unshare", "-m", "--propagation", "private", "bash", "-c", OUTER, "bash", *self._nspawn()],
+                stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+        try:
+            self._wait_for_boot()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._leader:
+            os.kill(self._leader, 37)           # SIGRTMIN+3: PID 1 halts
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            for child in _children(self._process.pid):
+                os.kill(child, 9)
+            self._process.wait()
+
+    def run(self, *argv: str, check: bool = True, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a program inside, as root."""
+        inside = ["nsenter", "-t", str(self._leader), "-a", "env", "-i", "PATH=/usr/bin:/usr/sbin", *argv]
+        done = subprocess.run(inside, capture_output=True, text=True, timeout=timeout_s)
+        if check and done.returncode != 0:
+            raise AssertionError(f"{' '.join(argv)}: exit {done.returncode}\n{done.stdout}{done.stderr}\n"
+                                 f"{self.journal()}")
+        return done
+
+    def show(self, *properties: str) -> list[str]:
+        """Properties of epdd.service."""
+        lines = self.run("systemctl", "show", "epdd", *(f"--property={name}" for name in properties)).stdout
+        values = dict(line.partition("=")[::2] for line in lines.splitlines())
+        return [values[name] for name in properties]
+
+    def journal(self) -> str:
+        return self.run("journalctl", "-u", "epdd", "-o", "cat", "-n", "60", "--no-pager", check=False).stdout
+
+    def _nspawn(self) -> list[str]:
+        units = self._folder / "units"
+        (units / "epdd.service.d").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "systemd" / "epdd.service", units)
+        (units / "epdd.service.d" / "test.conf").write_text(DROP_IN)
+        (units / "systemd-firstboot.service").symlink_to("/dev/null")       # it would ask questions
+        environment = self._folder / "venv"
+        packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        packages.mkdir(parents=True)
+        (environment / "bin").mkdir()
+        (environment / "bin" / "python").symlink_to(f"/opt/epdd/python/bin/{Path(sys.executable).resolve().name}")
+        (environment / "pyvenv.cfg").write_text("home = /opt/epdd/python/bin\n")
+        binds = {environment: "/opt/epdd/venv", Path(sysconfig.get_path("purelib")):
+                 f"/opt/epdd/{packages.relative_to(self._folder)}", Path(sys.base_prefix): "/opt/epdd/python",
+                 REPOSITORY / "epdd": "/opt/epdd/source/epdd", units: "/etc/systemd/system"}
+        return ["systemd-nspawn", "--boot", "--directory=/", "--volatile=yes", "--register=no", "--keep-unit",
+                "--private-network", "--console=pipe", f"--machine=epdd-test-{os.getpid()}",
+                *(f"--bind-ro={source}:{target}" for source, target in binds.items()), "systemd.firstboot=no"]
+
+    def _wait_for_boot(self) -> None:
+        end = time.monotonic() + BOOT_S
+        while time.monotonic() < end and self._process.poll() is None:
+            nspawn = [child for child in _children(self._process.pid) if _name(child) == "systemd-nspawn"]
+            self._leader = next((child for pid in nspawn for child in _children(pid) if _name(child) == "systemd"), 0)
+            if self._leader:
+                state = self.run("systemctl", "is-system-running", check=False).stdout.strip()
+                if state in ("running", "degraded"):
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"systemd did not boot:\n{self._log.read_text(errors='replace')[-4000:]}")
+
+
+# What differs from the installed service: where Python is, and times that a test can wait for.
+DROP_IN = f"""
+[Service]
+Environment=PYTHONPATH=/opt/epdd/source
+{'' if sys.base_prefix == '/usr' else 'Environment=LD_LIBRARY_PATH=/opt/epdd/python/lib'}
+WatchdogSec=6s
+TimeoutAbortSec=1s
+"""
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             print(__version__)
             return 0
         log.setup(settings.log.level)
+        _return_freed_memory()
         family = families.load(settings.model.path or str(DEMO))
         topology = probe()
         for warning in topology.warnings:
@@ -63,6 +65,18 @@ def main(argv: list[str] | None = None) -> int:
     except StartupError as error:
         print(f"epdd: {error.message}", file=sys.stderr)
         return error.exit_code
+
+
+def _return_freed_memory() -> None:
+    """Make the C library give freed image files back to the system at once.
+
+    By default its threshold for that rises with the largest block ever freed, and after one busy minute the
+    daemon would stay as large as it was then.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 128 << 10)     # M_MMAP_THRESHOLD: larger blocks are mapped and unmapped one by one
+        libc.mallopt(-8, 2)             # M_ARENA_MAX: threads share heaps
 
 
 class Daemon:

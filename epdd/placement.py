@@ -228,7 +228,11 @@ def _kv_bytes(config: Config, seat: _Seat, topology: Topology, pds: int) -> int:
                                  f"{'machine' if seat.gpu is None else 'GPU'} has {_size(memory)} of memory")
         return config.pd.kv_bytes
     share = (memory or KV_BYTES_MAX * 8) // 8
-    return min(KV_BYTES_MAX, share if seat.gpu else share // pds)
+    if seat.gpu is not None:
+        return min(KV_BYTES_MAX, share)
+    # It is bound to one NUMA node, which must also hold the weights and an encoder.
+    own = [node.memory_bytes for node in topology.nodes if node.id == seat.domain.node and node.memory_bytes]
+    return min(KV_BYTES_MAX, share // pds, *(memory // 2 // seat.domain.pds for memory in own))
 
 
 def explain(specs: Sequence[WorkerSpec], topology: Topology) -> str:

@@ -117,6 +117,8 @@ def test_sizes():
     assert (encoder.kv_bytes, pd.kv_bytes) == (0, 4 * GIB)
     shared = placement.plan(topology, config(pd_workers=2), FAMILY, ARENA)[-2:]
     assert [spec.kv_bytes for spec in shared] == [2 * GIB, 2 * GIB]
+    crowded = machine([2] * 8, node_memory=8 * GIB)
+    assert placement.plan(crowded, config(), FAMILY, ARENA)[-1].kv_bytes == 4 * GIB     # half of its NUMA node
     assert placement.plan(topology, config(pd_kv_tokens=4096), FAMILY, ARENA)[-1].kv_tokens == 4096
 
 

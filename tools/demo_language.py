@@ -8,6 +8,7 @@ images in one row: each is a branch that sees the common beginning and itself, n
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ QUESTION_FIRST, GROWING = 0.15, 0.1
 CURRICULUM = 0.3                # share of the steps until all eight images are in use
 PLACE_LAYER, PLACE_WEIGHT = 1, 0.3
 REPORT_EVERY = 100
-PROBE_ROWS = 24
+PROBE_ROWS = 120
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Row:
     branch: list[int]
     positions: np.ndarray
     images: list[int]
+    kinds: list[str]
 
 
 def build_pool(visual: nn.Module) -> Pool:
@@ -93,7 +95,8 @@ class Writer:
         encoded = [self._encode(talk) for talk in talks]
         ids, learn = encoded[0]
         common = len(ids) - ids[::-1].index(self.image_end) if self.image_end in ids else 0
-        out, positions, at, shown = Row([], [], [], np.zeros((3, 0)), images), [], 0, 0
+        kinds = [kind for talk in talks for kind in talk.kinds]
+        out, positions, at, shown = Row([], [], [], np.zeros((3, 0)), images, kinds), [], 0, 0
         for token, answer in zip(ids[:common], learn[:common]):
             block = np.full((3, 1), at)
             if token == self.image:
@@ -241,18 +244,15 @@ def train(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
 def probe(lessons: Lessons, student: Student) -> str:
     """Share of answers with every token right, given the right ones before it: what greedy
     decoding would say, at a fraction of the price."""
-    report = []
-    for count in (1, 2, 4, 6, 8):
-        rng = random.Random(f"language probe {count}")
-        rows = [lessons.single(rng) if count == 1 else lessons.several(rng, count)
-                for _ in range(PROBE_ROWS)]
-        right = total = 0
-        for row in rows:
-            logits, truth, _ = student([row])
-            good = True
-            for told, token in zip(logits.argmax(-1).tolist(), truth.tolist()):
-                good &= told == token
-                if token == student.text.config.eos_token_id:
-                    right, total, good = right + good, total + 1, True
-        report.append(f"{count}: {right / total:.3f}")
-    return " ".join(report)
+    right, total = Counter[str](), Counter[str]()
+    for index in range(PROBE_ROWS):
+        rng = random.Random(f"language probe {index}")
+        row = lessons.several(rng, demo_talk.IMAGES_MAX) if index % 3 else lessons.single(rng)
+        logits, truth, _ = student([row])
+        good, kinds = True, iter(row.kinds)
+        for told, token in zip(logits.argmax(-1).tolist(), truth.tolist()):
+            good &= told == token
+            if token == student.text.config.eos_token_id:
+                kind = next(kinds)
+                right[kind], total[kind], good = right[kind] + good, total[kind] + 1, True
+    return " ".join(f"{kind} {right[kind] / total[kind]:.2f}" for kind in sorted(total))

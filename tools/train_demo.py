@@ -33,7 +33,6 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)  # more would round, and so learn, differently
-    torch.manual_seed(SEED)
     started = time.monotonic()
     tokenizer = demo_model.build_tokenizer()
     model = demo_model.build_model(tokenizer, SEED)
@@ -43,10 +42,12 @@ def main() -> None:
     if args.tower and args.tower.exists():
         visual.load_state_dict(torch.load(args.tower))
     else:
+        torch.manual_seed(SEED)
         demo_tower.train(visual, model.config.text_config.hidden_size, TOWER_STEPS)
         if args.tower:
             torch.save(visual.state_dict(), args.tower)
     freeze(visual)
+    torch.manual_seed(SEED)
     demo_language.train(model, tokenizer, LANGUAGE_STEPS)
     demo_model.save(model, tokenizer, args.out)
     draw_samples(args.out / "samples")

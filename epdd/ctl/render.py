@@ -144,7 +144,7 @@ def _share(hits: int | None, misses: int | None) -> str:
 
 
 def _percentiles(values: Json | None) -> str:
-    if not values or values.get("p50") is None:
+    if not values or not values.get("count"):
         return "-"
     return ", ".join(f"{name} {seconds(values[name])}" for name in ("p50", "p90", "p99"))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from epdd.arena import PAGE
 from epdd.dispatch.request import Image
@@ -201,6 +201,8 @@ class Leases:
         self._extents.shrink(embedding.lease.offset, embedding.lease.size, size)
         embedding.lease = Lease(embedding.lease.offset, size)
         embedding.dtype, embedding.ready = dtype, True
+        # The file was needed to encode it; kept with the cache it would be most of the daemon's memory.
+        embedding.image = replace(embedding.image, data=b"")
         if embedding.refs == 0:
             self._idle[embedding.key] = embedding
             self._trim()

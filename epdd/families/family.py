@@ -25,6 +25,16 @@ _OUT_HIDDEN = {"qwen2_vl": "hidden_size", "qwen2_5_vl": "out_hidden_size", "qwen
 
 
 @dataclass(frozen=True)
+class Defaults:
+    """How the checkpoint's makers mean it to be sampled: used for what a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
 class Family:
     """One checkpoint's facts.  Sizes of images are (width, height) in upright pixels."""
 
@@ -45,6 +55,7 @@ class Family:
     context_max: int            # tokens
     vocab: int                  # rows of the embedding table: the ids a client may name
     eos_ids: tuple[int, ...]
+    defaults: Defaults = Defaults()
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches that an image of this size is resized to.
@@ -97,6 +108,8 @@ def _family(root: Path, config: dict[str, Any]) -> Family:
     kind = config["model_type"]
     # Checkpoints saved before transformers 4.52 keep the language model's fields at the top level.
     text, vision = config.get("text_config") or config, config["vision_config"]
+    path = root / "generation_config.json"
+    generation = _read(path) if path.is_file() else {}
     processor = _read(root / "preprocessor_config.json")
     low, high = _pixel_limits(processor)
     patch, merge = _side(processor, "patch_size", vision), int(processor.get("merge_size", 2))
@@ -112,7 +125,8 @@ def _family(root: Path, config: dict[str, Any]) -> Family:
         planes=1 + len(vision.get("deepstack_visual_indexes") or ()),
         context_max=int(text["max_position_embeddings"]),
         vocab=int(text["vocab_size"]),
-        eos_ids=_eos_ids(root, text),
+        eos_ids=_eos_ids(generation, text),
+        defaults=_defaults(generation),
     )
 
 
@@ -129,12 +143,17 @@ def _side(processor: dict[str, Any], key: str, vision: dict[str, Any]) -> int:
     return int(value[0] if isinstance(value, list) else value)
 
 
-def _eos_ids(root: Path, text: dict[str, Any]) -> tuple[int, ...]:
-    path = root / "generation_config.json"
-    value = _read(path).get("eos_token_id") if path.is_file() else None
-    if value is None:
-        value = text.get("eos_token_id")
+def _eos_ids(generation: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id", text.get("eos_token_id"))
     return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+
+
+def _defaults(generation: dict[str, Any]) -> Defaults:
+    """Greedy where the file says do_sample false; the API's own 1.0 where it says nothing."""
+    if generation.get("do_sample") is False:
+        return Defaults(temperature=0.0, repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
+    return Defaults(*(type(default)(generation.get(name) or default) for name, default in (
+        ("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0))))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class Fetcher:
                     return await self._follow(url)
             except TimeoutError:
                 raise _failed(f"it took over {self._config.timeout_s:g} s") from None
+            except aiohttp.InvalidURL:
+                raise _malformed() from None
             except (aiohttp.ClientError, OSError, ValueError):
                 # The library's own words may name internal addresses.
                 raise _failed("the connection failed") from None
@@ -129,7 +131,11 @@ def _parse(address: str, base: URL | None = None) -> URL:
             return url
     except ValueError:
         pass
-    raise _refused("The image URL is not a valid http or https URL")
+    raise _malformed()
+
+
+def _malformed() -> MediaError:
+    return _refused("The image URL is not a valid http or https URL")
 
 
 def _refused(message: str) -> MediaError:

@@ -83,7 +83,10 @@ class Media:
 
     def _read(self, source: str | bytes, min_pixels: int, max_pixels: int) -> Image:
         """`source` is a data: URL or the file itself."""
-        data = source if isinstance(source, bytes) else self._decode(source)
+        data = source if isinstance(source, bytes) else data_url(source)
+        if len(data) > self._limits.file_bytes_max:
+            raise MediaError(f"The image file is over the limit of {self._limits.file_bytes_max} bytes",
+                             code="image_file_too_large")
         width, height = image_header.size(data)
         if width * height > self._limits.pixels_max:
             raise MediaError(f"The image has {width} x {height} pixels; at most {self._limits.pixels_max} "
@@ -94,12 +97,6 @@ class Media:
         key = hashlib.blake2b(facts, digest_size=20)
         key.update(data)
         return Image(data, width, height, grid, self._family.rows(grid), key.hexdigest())
-
-    def _decode(self, url: str) -> bytes:
-        if self._bytes_max(url) > self._limits.file_bytes_max + 3:
-            raise MediaError(f"The image file is over the limit of {self._limits.file_bytes_max} bytes",
-                             code="image_file_too_large")
-        return data_url(url)
 
     def _bytes_max(self, url: str) -> int:
         """What the file can have at most, known before it is read."""

@@ -173,8 +173,8 @@ def _pixels(data: _Json, family: Family) -> tuple[int, int]:
     if low and high and low > high:
         raise BadRequest(f"mm_processor_kwargs: min_pixels ({low}) is over max_pixels ({high})",
                          param="mm_processor_kwargs.min_pixels")
-    return tuple(min(max(value, family.min_pixels), family.max_pixels) if value else 0  # type: ignore[return-value]
-                 for value in (low, high))
+    low, high = (min(max(value, family.min_pixels), family.max_pixels) if value else 0 for value in (low, high))
+    return low, high
 
 
 def _stop(data: _Json) -> tuple[str, ...]:

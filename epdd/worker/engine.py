@@ -290,7 +290,7 @@ class Engine:
         if request.complete and request.images:
             request.pinned, request.images = True, []
         else:
-            request.images = [Rows(image.start, image.planes) for image in request.images]
+            request.images = [Rows(image.start, image.planes.clone()) for image in request.images]
         self._send(wire.Prefilled(request.id))
 
     def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import logging
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -47,6 +48,8 @@ def pick_dtype(folder: str, wanted: str, device: str) -> torch.dtype:
 
     bfloat16 without AMX tiles runs at a third of float32's speed on CPUs, and float16 not at all.
     """
+    if wanted == "float16" and device == "cpu":
+        return torch.float32
     if wanted != "auto":
         return cast(torch.dtype, getattr(torch, wanted))
     config = _config(folder)
@@ -85,7 +88,7 @@ def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attentio
         model, found = _half_class(whole, half).from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention,
             local_files_only=True, output_loading_info=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder}: weights cannot be loaded ({type(error).__name__}: {error})") from error
     if found["missing_keys"] or found["mismatched_keys"]:
         names = sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"])

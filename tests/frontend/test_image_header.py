@@ -6,7 +6,6 @@ import io
 import struct
 import time
 import zlib
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -178,7 +177,7 @@ def test_damaged_files_give_a_size_or_a_fault(form: str, at: int, change: bytes)
 
 @pytest.mark.parametrize("hostile", [
     b"\xff\xd8\xff" + b"\xff" * 3_000_000, b"\xff\xd8\xff\xd0" * 800_000, b"\xff\xd8\xff\x01" + b"\0" * 3_000_000,
-    b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 5, 5) + bytes(9) + (bytes(4) + b"abcd" + bytes(4)) * 250_000,
+    b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 5, 5) + bytes(9) + b"\0\0\0\0abcd\0\0\0\0" * 250_000,
     b"GIF89a" + struct.pack("<HHBBB", 5, 5, 0, 0, 0) + b"!\xfe\0" * 1_000_000,
 ])
 def test_hostile_files_take_no_time(hostile: bytes) -> None:
@@ -199,14 +198,11 @@ def test_a_late_exif_chunk_is_not_obeyed() -> None:
     assert image_header.size(data[:-12] + late + data[-12:]) == (24, 16)
 
 
-Sizer = Callable[[bytes], tuple[int, int]]
-
-
 def test_agrees_with_the_encoder() -> None:
-    decode_image = pytest.importorskip("epdd.worker.decode_image")
+    from epdd.worker.decode_image import decode
+
     for form in FORMATS:
-        for options in ({}, {"exif": exif(6)}, {"exif": exif(3)}):
-            if options and form in ("GIF", "BMP"):
-                continue
+        for orientation in (1, 3, 6):
+            options = {"exif": exif(orientation)} if form in ("JPEG", "PNG", "WEBP") else {}
             data = save((37, 19), form, **options)
-            assert decode_image.Picture(data).size == image_header.size(data)
+            assert decode(data).shape[1::-1] == image_header.size(data)

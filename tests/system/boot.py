@@ -96,6 +96,11 @@ class Machine:
         shutil.copy(REPOSITORY / "systemd" / "epdd.service", units)
         (units / "epdd.service.d" / "test.conf").write_text(DROP_IN)
         (units / "systemd-firstboot.service").symlink_to("/dev/null")       # it would ask questions
+        # Copied, since a checkout made under a strict umask would be closed to the service's user.
+        source = self._folder / "source"
+        shutil.copytree(REPOSITORY / "epdd", source / "epdd", ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (source, *source.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         environment = self._folder / "venv"
         packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         packages.mkdir(parents=True)
@@ -104,7 +109,7 @@ class Machine:
         (environment / "pyvenv.cfg").write_text("home = /opt/epdd/python/bin\n")
         binds = {environment: "/opt/epdd/venv", Path(sysconfig.get_path("purelib")):
                  f"/opt/epdd/{packages.relative_to(self._folder)}", Path(sys.base_prefix): "/opt/epdd/python",
-                 REPOSITORY / "epdd": "/opt/epdd/source/epdd", units: "/etc/systemd/system"}
+                 source: "/opt/epdd/source", units: "/etc/systemd/system"}
         return ["systemd-nspawn", "--boot", "--directory=/", "--volatile=yes", "--register=no", "--keep-unit",
                 "--private-network", "--console=pipe", f"--machine=epdd-test-{os.getpid()}",
                 *(f"--bind-ro={source}:{target}" for source, target in binds.items()), "systemd.firstboot=no"]

@@ -1,0 +1,117 @@
+"""The byte budget: in order, never stuck, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from epdd.frontend.budget import Budget
+
+
+def test_shares_fit_or_wait_in_order() -> None:
+    async def go() -> None:
+        budget, log = Budget(10), []
+
+        async def use(name: str, amount: int, until: asyncio.Event) -> None:
+            async with budget.hold(amount):
+                log.append(name)
+                await until.wait()
+
+        first, rest = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(use("a", 6, first)), asyncio.create_task(use("b", 6, rest)),
+                 asyncio.create_task(use("c", 1, rest))]
+        await asyncio.sleep(0.01)
+        assert log == ["a"]             # c would fit, but b came first
+        assert budget.used == 6
+        first.set()
+        await asyncio.sleep(0.01)
+        assert log == ["a", "b", "c"]
+        rest.set()
+        await asyncio.gather(*tasks)
+        assert budget.used == 0
+
+    asyncio.run(go())
+
+
+def test_shrinking_lets_the_next_in() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        async with budget.hold(8) as share:
+            task = asyncio.create_task(budget.hold(7).__aenter__())
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            share.shrink(3)
+            await task
+            assert budget.used == 10
+            share.shrink(9)             # growing is not shrinking
+            assert share.amount == 3
+
+    asyncio.run(go())
+
+
+def test_more_than_everything_runs_alone() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        async with budget.hold(1_000) as share:
+            assert share.amount == budget.used == 10
+        async with budget.hold(0):
+            assert budget.used == 0
+
+    asyncio.run(go())
+
+
+def test_nothing_takes_nothing_and_never_waits() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        async with budget.hold(10):
+            waiting = asyncio.create_task(budget.hold(5).__aenter__())
+            await asyncio.sleep(0)
+            async with asyncio.timeout(1), budget.hold(0):
+                pass
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cancelling_at_any_moment_leaks_nothing(seed: int) -> None:
+    async def go() -> None:
+        dice, budget, over = random.Random(seed), Budget(20), 0
+
+        async def use(amount: int) -> None:
+            nonlocal over
+            async with budget.hold(amount) as share:
+                assert budget.used <= 20
+                await asyncio.sleep(dice.random() * 0.004)
+                share.shrink(amount // 2)
+                await asyncio.sleep(dice.random() * 0.004)
+            over += 1
+
+        tasks = [asyncio.create_task(use(dice.randint(0, 25))) for _ in range(60)]
+        for task in dice.sample(tasks, 30):
+            await asyncio.sleep(dice.random() * 0.001)
+            task.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert budget.used == 0
+        assert over >= 30
+
+    asyncio.run(go())
+
+
+def test_a_grant_and_a_cancel_in_the_same_moment() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        holder = budget.hold(10)
+        await holder.__aenter__()
+        waiting = asyncio.create_task(budget.hold(10).__aenter__())
+        await asyncio.sleep(0)
+        await holder.__aexit__(None, None, None)    # grants
+        waiting.cancel()                            # before the waiter has run
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert budget.used == 0
+
+    asyncio.run(go())

@@ -36,6 +36,7 @@ install-system:
 	/opt/epdd/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt .
 	install -Dm644 systemd/epdd.service /etc/systemd/system/epdd.service
 	test -e /etc/epdd/epdd.toml || install -Dm644 etc/epdd.toml /etc/epdd/epdd.toml
+	install -Dm644 etc/completion.bash /usr/share/bash-completion/completions/epdctl
 	ln -sf /opt/epdd/venv/bin/epdctl /usr/local/bin/epdctl
 	systemctl daemon-reload
 

@@ -13,6 +13,7 @@ import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         elif kind is float:
-            if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            if isinstance(value, (int, float, str)) and not isinstance(value, bool) and isfinite(float(value)):
                 return float(value)
         elif kind is str:
             if isinstance(value, str):
@@ -246,7 +247,10 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
                 return tuple(item.strip() for item in items if item.strip())
     except ValueError:
         pass
-    raise ConfigError(f"{where} is {value!r}; {getattr(kind, '__name__', 'list of text')} expected")
+    raise ConfigError(f"{where} is {value!r}; {_KINDS.get(kind, 'a list of texts')} expected")
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 
 class _Parser(argparse.ArgumentParser):

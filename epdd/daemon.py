@@ -38,7 +38,6 @@ from epdd.wire import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-DEMO = Path(__file__).parent / "demo"
 STATUS_S = 5.0              # how often systemd's status text is refreshed without a change
 
 
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         log.setup(settings.log.level)
         _return_freed_memory()
-        family = families.load(settings.model.path or str(DEMO))
+        family = families.load(settings.model.path or str(families.DEMO))
         topology = probe()
         for warning in topology.warnings:
             logger.warning("topology %s", warning)
@@ -89,7 +88,8 @@ class Daemon:
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._announced = False
-        name = settings.model.name or ("epdd-demo" if Path(family.folder) == DEMO else Path(family.folder).name)
+        folder = Path(family.folder)
+        name = settings.model.name or ("epdd-demo" if folder == families.DEMO else folder.name)
         cache = settings.arena.cache_bytes
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes), settings.fleet,
@@ -159,6 +159,8 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Let the requests in the house end, within server.drain_s."""
+        if self._exit_code:
+            return      # it never served; its state stays "failed"
         systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.inside} requests still running")
         self._admission.draining = True
         began = time.monotonic()
@@ -229,4 +231,4 @@ class Daemon:
         while interval:
             if self._supervisor.progressing:
                 systemd.notify(WATCHDOG="1")
-            await asyncio.sleep(interval / 2)
+            await asyncio.sleep(interval)

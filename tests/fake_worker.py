@@ -15,8 +15,8 @@ import sys
 import time
 
 from epdd.arena import Mapping
-from epdd.wire import (Beat, Binding, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
-                       Loading, Prefilled, Ready, Tokens, pack)
+from epdd.wire import (Beat, Binding, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, Loading,
+                       Prefilled, Ready, Tokens, pack)
 
 
 def fingerprint(data: bytes) -> int:

@@ -58,10 +58,10 @@ def test_texts_become_values(no_system_file):
 
 @pytest.mark.parametrize("toml, words", [
     ("[server]\nprot = 1", "unknown setting server.prot"), ("[sever]\nport = 1", "unknown section [sever]"),
-    ("server = 1", "server must be a table"), ("[server]\nport = 'x'", "server.port is 'x'; int expected"),
-    ("[server]\nport = true", "server.port is True; int expected"),
-    ("[server]\nport = 1.5", "server.port is 1.5; int expected"),
-    ("[model]\npath = 1", "model.path is 1; str expected"),
+    ("server = 1", "server must be a table"), ("[server]\nport = 'x'", "server.port is 'x'; a whole number expected"),
+    ("[server]\nport = true", "server.port is True; a whole number expected"),
+    ("[server]\nport = 1.5", "server.port is 1.5; a whole number expected"),
+    ("[model]\npath = 1", "model.path is 1; text expected"),
     ("[media]\nallow = [1]", "media.allow is [1]; "), ("[server", "epdd.toml: "),
     ("[server]\nport = 70000", "server.port is 70000; at most 65535"),
     ("[router]\npolicy = 'x'", "router.policy is 'x'; allowed: budget, earliest"),

@@ -57,7 +57,8 @@ def main():
     for rate in args.rates:
         summary = profile(args, rate, out / f"rate-{rate:g}", model)
         done, errors = value(summary, "request_count", "avg"), value(summary, "error_request_count", "avg")
-        cells = "".join(f"{value(summary, name, 'p50'):16.1f}{value(summary, name, 'p99'):10.1f}" for name, _ in COLUMNS)
+        cells = "".join(f"{value(summary, name, 'p50'):16.1f}{value(summary, name, 'p99'):10.1f}"
+                        for name, _ in COLUMNS)
         print(f"{rate:10g}{done:6.0f}{errors:8.0f} {cells}{value(summary, 'output_token_throughput', 'avg'):11.1f}"
               f"{value(summary, 'request_throughput', 'avg'):12.3f}", flush=True)
     print(f"aiperf's files: {out}")

@@ -21,7 +21,7 @@ import demo_world as world
 log = logging.getLogger("train")
 
 SEED = 1
-TOWER_STEPS, LANGUAGE_STEPS = 4000, 2000
+TOWER_STEPS, LANGUAGE_STEPS = 3600, 2000
 DEMO = Path(__file__).resolve().parent.parent / "epdd" / "demo"
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from epdd import __version__
 from epdd.ctl import client
 
-DEMO = Path(__file__).parents[1] / "demo"       # what the daemon serves when it is told no model
 # What a worker's state is once the verb has had its effect.
 EFFECTS = {"drain": ("DRAINING", "GONE"), "resume": ("READY", "STARTING")}
 
@@ -61,7 +60,7 @@ def _plan(args: argparse.Namespace) -> int:
         argv += ["--set", item]
     try:
         settings, _ = config.load(argv)
-        family = families.load(settings.model.path or str(DEMO))
+        family = families.load(settings.model.path or str(families.DEMO))
         topology = probe(args.sysroot)
         specs = placement.plan(topology, settings, family, placement.arena_bytes(settings, topology, family))
     except StartupError as error:

@@ -52,7 +52,8 @@ def headline(snapshot: Json, paint: Paint) -> str:
 
 def notes(snapshot: Json) -> list[str]:
     """What an operator should know: bindings denied and the reasons why the daemon is not ready."""
-    found = list(snapshot["why"])
+    told = {f"{worker['name']} {worker['state']}" for worker in snapshot["workers"]}     # by the table
+    found = [reason for reason in snapshot["why"] if reason not in told]
     for worker in snapshot["workers"]:
         if worker["warning"]:
             found.append(f"{worker['name']}: {worker['warning']}")

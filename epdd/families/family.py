@@ -17,6 +17,8 @@ from epdd.errors import MediaError, ModelError
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; served when no other model is named
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -152,8 +154,9 @@ def _defaults(generation: dict[str, Any]) -> Defaults:
     """Greedy where the file says do_sample false; the API's own 1.0 where it says nothing."""
     if generation.get("do_sample") is False:
         return Defaults(temperature=0.0, repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
-    return Defaults(*(type(default)(generation.get(name) or default) for name, default in (
-        ("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0))))
+    return Defaults(temperature=float(generation.get("temperature") or 1.0),
+                    top_p=float(generation.get("top_p") or 1.0), top_k=int(generation.get("top_k") or 0),
+                    repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
 
 
 def _read(path: Path) -> dict[str, Any]:

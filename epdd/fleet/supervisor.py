@@ -70,7 +70,7 @@ class Supervisor:
         """End the process now; the supervisor brings a new one up, work in flight is placed again."""
         worker = self.find(name)
         if worker.process is not None:
-            worker.last_error = "restart asked for"
+            worker.restarting = True
             worker.process.terminate()
         elif worker.state is State.FAILED:
             self.resume(name)
@@ -107,8 +107,9 @@ class Supervisor:
                 break
             if worker.ready is not None:
                 failures = 0
-                log.error("%s lost pid=%s %s", worker.name, worker.process and worker.process.pid,
-                          worker.last_error)
+                level = logging.INFO if worker.restarting else logging.ERROR
+                log.log(level, "%s lost pid=%s %s", worker.name, worker.process and worker.process.pid,
+                        worker.last_error)
             else:
                 failures += 1
                 log.error("%s died before ready: %s", worker.name, worker.last_error)
@@ -128,6 +129,7 @@ class Supervisor:
         """One process from spawn to exit; returns its exit code with all its work failed."""
         worker.loading = Loading("forking", 0.0)
         worker.beat = Beat(0)
+        worker.restarting = False
         self._set(worker, State.STARTING)
         ours, theirs = socket_pair()
         ours.setblocking(False)

@@ -52,6 +52,7 @@ class Worker:
         self.was_ready = False                  # ever
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
+        self.restarting = False                 # an operator asked for it
         self.restarts = 0
         self.done = 0                           # works ended well
         self.failed = 0

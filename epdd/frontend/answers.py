@@ -11,7 +11,7 @@ from epdd.errors import WorkerFailed
 from epdd.frontend.context import Event
 from epdd.frontend.openai import Chat
 from epdd.frontend.text import TextStream, Vocabulary
-from epdd.wire import Prefilled, TokenLogprob, Tokens
+from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _LOGPROB_MIN = -9999.0      # JSON has no minus infinity
 
@@ -32,20 +32,23 @@ class Answers:
     """The choices of one request, built up from its events."""
 
     def __init__(self, chat: Chat, request: Request, vocabulary: Vocabulary) -> None:
-        self._request = request
+        # Taken now: the request's images are let go at its first token.
+        self._prompt = len(request.tokens)
+        self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
         self._wants_logprobs = chat.logprobs
         self._streams: list[TextStream[_Json]] = [
             TextStream(vocabulary, chat.stop, chat.skip_special_tokens, chat.sampling.min_tokens)
             for _ in range(request.n)]
-        self._running = set(range(request.n))
+        self._running = set(range(request.n))       # choices that text can still be added to
+        self._working = set(range(request.n))       # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
         self._cached = 0
 
     @property
-    def done(self) -> bool:
-        """No event can add anything."""
-        return not self._running
+    def cut_short(self) -> bool:
+        """Every choice has ended, some by a stop string that the worker knows nothing of."""
+        return not self._running and bool(self._working)
 
     @property
     def generated(self) -> int:
@@ -59,6 +62,8 @@ class Answers:
             # Choices share one prompt: the first to report has paid for it.
             self._cached = self._cached or message.cached_tokens
             return None
+        if isinstance(message, Done):
+            self._working.discard(index)
         if index not in self._running:
             return None
         stream = self._streams[index]
@@ -76,14 +81,13 @@ class Answers:
         return Delta(index, piece.text, piece.marks, reason)
 
     def usage(self) -> _Json:
-        prompt = len(self._request.tokens)
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self._prompt,
             "completion_tokens": self.generated,
-            "total_tokens": prompt + self.generated,
+            "total_tokens": self._prompt + self.generated,
             "prompt_tokens_details": {
                 "cached_tokens": self._cached,
-                "image_tokens": sum(image.rows for image in self._request.images),
+                "image_tokens": self._image_rows,
             },
         }
 

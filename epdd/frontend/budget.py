@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 
 class Share:
@@ -54,11 +54,12 @@ class Budget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(amount)       # it was granted in the same moment
+            if turn.cancelled():
+                with suppress(ValueError):      # passed over already
+                    self._waiting.remove((amount, turn))
+                self._grant()                   # the next may be small enough
             else:
-                self._waiting.remove((amount, turn))
-                self._grant()           # the next may be small enough
+                self.give(amount)               # granted in the same moment
             raise
 
     def give(self, amount: int) -> None:
@@ -69,5 +70,6 @@ class Budget:
         # Strictly in order: a large request is never overtaken for ever by small ones.
         while self._waiting and self._waiting[0][0] <= self._free:
             amount, turn = self._waiting.popleft()
-            self._free -= amount
-            turn.set_result(None)
+            if not turn.cancelled():    # whoever waited was cancelled and has not run since
+                self._free -= amount
+                turn.set_result(None)

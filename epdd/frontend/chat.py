@@ -15,12 +15,16 @@ from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, TooLarge, WorkerTimeout
 from epdd.frontend import answers, faults, openai
 from epdd.frontend.context import Context
-from epdd.frontend.media import Media
+from epdd.frontend.media import Held, Media
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
 from epdd.frontend.text import Vocabulary
+from epdd.wire import Tokens
 
+
+_OWN_ID = web.RequestKey("own_id", str)
+_Deltas = AsyncGenerator[answers.Delta, None]
 
 BODY_BYTES_MAX = web.AppKey("body_bytes_max", int)
 
@@ -40,45 +44,47 @@ class ChatCompletions:
             record.accept()
             async with AsyncExitStack() as stack:
                 async with _until(deadline):
-                    chat, request = await self._prepare(http, stack, deadline)
+                    chat, request, held = await self._prepare(http, stack, deadline)
                 record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
-                respond = self._stream if chat.stream else self._whole
-                return await respond(http, chat, request, record)
+                found = answers.Answers(chat, request, self._vocabulary)
+                deltas = self._deltas(request, found, record, held)
+                if chat.stream:
+                    return await self._stream(http, chat, request, found, deltas, record)
+                return await self._whole(chat, request, found, deltas)
 
     async def _prepare(self, http: web.Request, stack: AsyncExitStack, deadline: float
-                       ) -> tuple[openai.Chat, Request]:
+                       ) -> tuple[openai.Chat, Request, Held]:
         """Everything that can be known before the first worker is asked.  The images' bytes stay reserved
-        until `stack` closes; body and messages are let go here."""
+        until `stack` closes at the latest; body and messages are let go here."""
         context = self._context
         body = await _read(http, context.config.server.body_bytes_max)
         chat, conversation = openai.parse(body, context.family, context.model_name)
         del body
-        images = await stack.enter_async_context(
+        held = await stack.enter_async_context(
             self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
         context_max = context.context_max()
-        prompt = await self._prompts.make(conversation, images, context_max)
+        prompt = await self._prompts.make(conversation, held.images, context_max)
         sampling = prompt.limit(chat.sampling, context_max)
-        request = Request(id=own_id(http), tokens=prompt.tokens, sampling=sampling, images=images,
+        request = Request(id=own_id(http), tokens=prompt.tokens, sampling=sampling, images=held.images,
                           spans=prompt.spans, n=chat.n, deadline=deadline)
         context.admission.check(request)
-        return chat, request
+        return chat, request, held
 
-    async def _whole(self, http: web.Request, chat: openai.Chat, request: Request, record: Record) -> web.Response:
-        found = answers.Answers(chat, request, self._vocabulary)
+    async def _whole(self, chat: openai.Chat, request: Request, found: answers.Answers, deltas: _Deltas
+                     ) -> web.Response:
         whole = answers.Whole(chat, request.n)
-        async with aclosing(self._deltas(request, found, record)) as deltas, _until(request.deadline):
+        async with aclosing(deltas), _until(request.deadline):
             async for delta in deltas:
                 whole.add(delta)
         return web.Response(body=orjson.dumps(whole.body(self._head(request), found.usage())),
                             content_type="application/json")
 
-    async def _stream(self, http: web.Request, chat: openai.Chat, request: Request, record: Record
-                      ) -> web.StreamResponse:
-        found = answers.Answers(chat, request, self._vocabulary)
+    async def _stream(self, http: web.Request, chat: openai.Chat, request: Request, found: answers.Answers,
+                      deltas: _Deltas, record: Record) -> web.StreamResponse:
         chunks = answers.Chunks(chat, self._head(request), found.usage)
         stream = EventStream(http)
         try:
-            async with aclosing(self._deltas(request, found, record)) as deltas, _until(request.deadline):
+            async with aclosing(deltas), _until(request.deadline):
                 async for delta in deltas:
                     for chunk in chunks.of(delta):
                         await stream.send(chunk)
@@ -94,17 +100,19 @@ class ChatCompletions:
             record.fail()
             return await stream.fail(faults.envelope(faults.known(error, request.id)))
 
-    async def _deltas(self, request: Request, found: answers.Answers, record: Record
-                      ) -> AsyncGenerator[answers.Delta, None]:
-        """Ends when every choice has; closing the pipeline then stops choices that only a stop string ended."""
+    async def _deltas(self, request: Request, found: answers.Answers, record: Record, held: Held) -> _Deltas:
+        """Ends with the last choice; closing the pipeline stops those that only a stop string ended."""
         async with aclosing(self._context.pipeline.run(request)) as events:
             async for event in events:
                 before = found.generated
                 delta = found.push(event)
+                if isinstance(event[1], Tokens):
+                    # The images were encoded, and a request with a token is not tried a second time.
+                    held.let_go()
                 if delta is not None:
                     record.tokens(delta.index, found.generated - before)
                     yield delta
-                if found.done:
+                if found.cut_short:
                     break
 
     def _head(self, request: Request) -> dict[str, object]:
@@ -113,8 +121,9 @@ class ChatCompletions:
 
 def own_id(http: web.Request) -> str:
     """The request's id inside the daemon.  The client's X-Request-ID is none: two requests may carry the same."""
-    found: str = http.setdefault("epdd_id", f"chatcmpl-{uuid.uuid4().hex}")
-    return found
+    if _OWN_ID not in http:
+        http[_OWN_ID] = f"chatcmpl-{uuid.uuid4().hex}"
+    return http[_OWN_ID]
 
 
 async def expect(http: web.Request) -> web.StreamResponse | None:

@@ -11,13 +11,14 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from epdd.config import Media as Limits
 from epdd.dispatch.request import Image
 from epdd.errors import BadRequest, EpddError, MediaError
 from epdd.families import Family
 from epdd.frontend import image_header
-from epdd.frontend.budget import Budget
+from epdd.frontend.budget import Budget, Share
 from epdd.frontend.fetch import Fetcher
 from epdd.frontend.messages import ImageRef
 
@@ -27,6 +28,19 @@ _BASE64_STEP = 1 << 20      # characters decoded before other threads get their 
 
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _WHITE_SPACE = b" \t\r\n"
+
+
+@dataclass
+class Held:
+    """A request's images, in order, and the budget their bytes are counted in."""
+
+    images: list[Image]
+    share: Share
+
+    def let_go(self) -> None:
+        """Forget the images before the request is over: nobody will encode them again."""
+        self.images.clear()
+        self.share.shrink(0)
 
 
 class Media:
@@ -44,9 +58,8 @@ class Media:
         await self._fetcher.close()
 
     @asynccontextmanager
-    async def images(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int
-                     ) -> AsyncIterator[list[Image]]:
-        """The images in order; their bytes count against the budget until the block ends.
+    async def images(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int) -> AsyncIterator[Held]:
+        """The images; their bytes count against the budget until the block ends or they are let go.
 
         Raises BadRequest if they are too many, before any is fetched; MediaError with the part as `param`.
         """
@@ -56,7 +69,7 @@ class Media:
         async with self.budget.hold(sum(self._bytes_max(ref.url) for ref in refs)) as share:
             images = await self._all(refs, min_pixels, max_pixels)
             share.shrink(sum(len(image.data) for image in images))
-            yield images
+            yield Held(images, share)
 
     async def _all(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int) -> list[Image]:
         try:

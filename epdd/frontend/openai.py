@@ -1,7 +1,7 @@
 """The body of `POST /v1/chat/completions`: JSON to types, with every rule a field has.  Pure.
 
-null means absent, unknown fields are ignored and named in `Chat.unknown`, and a field that would change
-the answer but cannot be honoured is refused, never ignored.
+null means absent; what a request leaves out of its sampling is as the checkpoint says.  Unknown fields are ignored and
+named in `Chat.unknown`; a field that would change the answer but cannot be honoured is refused.
 """
 
 from __future__ import annotations
@@ -104,21 +104,22 @@ def _chat(data: _Json, family: Family) -> Chat:
 
 
 def _sampling(data: _Json, family: Family) -> Sampling:
+    defaults = family.defaults
     max_tokens = _number(data, "max_tokens", int, 1, None, 0)
     max_tokens = _number(data, "max_completion_tokens", int, 1, None, max_tokens)
     min_tokens = _number(data, "min_tokens", int, 0, None, 0)
     if max_tokens and min_tokens > max_tokens:
         raise BadRequest(f"min_tokens ({min_tokens}) is over max_tokens ({max_tokens})", param="min_tokens")
-    top_p = _number(data, "top_p", float, 0, 1, 1.0)
+    top_p = _number(data, "top_p", float, 0, 1, defaults.top_p)
     if top_p == 0:
         raise BadRequest("top_p must be over 0; temperature 0 asks for the most likely token", param="top_p")
     return Sampling(
         max_tokens=min(int(max_tokens), TOKENS_MAX), min_tokens=min(int(min_tokens), TOKENS_MAX),
-        temperature=_number(data, "temperature", float, 0, 2, 1.0),
+        temperature=_number(data, "temperature", float, 0, 2, defaults.temperature),
         top_p=top_p,
-        top_k=max(0, int(_number(data, "top_k", int, -1, None, 0))),    # vLLM's -1 is our 0: all
+        top_k=max(0, int(_number(data, "top_k", int, -1, None, defaults.top_k))),    # vLLM's -1 is our 0: all
         min_p=_number(data, "min_p", float, 0, 1, 0.0),
-        repetition_penalty=_number(data, "repetition_penalty", float, 0.01, 10, 1.0),
+        repetition_penalty=_number(data, "repetition_penalty", float, 0.01, 10, defaults.repetition_penalty),
         presence_penalty=_number(data, "presence_penalty", float, -2, 2, 0.0),
         frequency_penalty=_number(data, "frequency_penalty", float, -2, 2, 0.0),
         seed=_seed(data),

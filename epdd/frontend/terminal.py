@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from epdd.families import DEMO
 from epdd.fleet.worker import State, Worker
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "red-circle.png"
+SAMPLE = DEMO / "samples" / "red-circle.png"
 
 
 class Progress:

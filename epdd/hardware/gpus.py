@@ -27,7 +27,8 @@ def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) ->
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
-                gpus.append(_gpu(pynvml, index, sysroot, usable, nodes))
+                if _visible(pynvml, index):
+                    gpus.append(_gpu(pynvml, index, sysroot, usable, nodes))
             except pynvml.NVMLError as error:
                 warnings.append(f"GPU {index} cannot be used: {error}")
     except pynvml.NVMLError as error:
@@ -35,6 +36,19 @@ def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) ->
     finally:
         pynvml.nvmlShutdown()
     return tuple(gpus), warnings
+
+
+def _visible(pynvml: Any, index: int) -> bool:
+    """CUDA_VISIBLE_DEVICES, which NVML does not know, is how operators keep a GPU for something else."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return True
+    names = [name.strip() for name in wanted.split(",")]
+    if str(index) in names:
+        return True
+    prefixes = tuple(name for name in names if name.startswith("GPU-"))
+    return bool(prefixes) and _string(pynvml.nvmlDeviceGetUUID(
+        pynvml.nvmlDeviceGetHandleByIndex(index))).startswith(prefixes)
 
 
 def _gpu(pynvml: Any, index: int, sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) -> Gpu:

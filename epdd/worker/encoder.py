@@ -1,7 +1,7 @@
 """The encoder role: image files in, embeddings written into leases.
 
-Holds only vision weights.  transformers' vision tower runs unchanged but for its patch embedding, which
-is exchanged after loading for one matrix product on bytes.
+Holds only vision weights.  transformers' vision tower runs unchanged but for parts exchanged after
+loading: the patch embedding for one matrix product on bytes, and on CPUs the Linear layers for prepacked ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
-from epdd.worker import load, preprocess
+from epdd.worker import load, prepack, preprocess
 from epdd.worker.loop import Send, failed
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,14 @@ class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
             shift = shift + convolution.bias.detach().double()
         scaled = weight / (255.0 * std64)[None, :, None, None]
         kind = convolution.weight.dtype
-        self.weight = nn.Parameter(scaled.flatten(1).to(kind), requires_grad=False)
-        self.bias = nn.Parameter(shift.to(kind), requires_grad=False)
+        self.product = nn.Linear(scaled[0].numel(), len(scaled), device=weight.device, dtype=kind).requires_grad_(False)
+        self.product.weight.copy_(scaled.flatten(1))
+        self.product.bias.copy_(shift)
+        self._kind = kind
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """[n, channels * patch * patch] bytes to [n, out]."""
-        return nn.functional.linear(patches.to(self.weight.dtype), self.weight, self.bias)
+        return self.product(patches.to(self._kind))
 
 
 class Encoder:
@@ -81,6 +83,7 @@ class Encoder:
         self.dtype: torch.dtype = embed.proj.weight.dtype
         self.parameters = sum(p.numel() for p in self.tower.parameters())
         self.tower.patch_embed = FoldedPatchEmbed(embed.proj, self._family.mean, self._family.std)
+        prepack.pack(self.tower)
         self._waiting: deque[Job] = deque()
         self._steps = 0
 

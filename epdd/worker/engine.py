@@ -19,7 +19,7 @@ from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, ModelError, ProtocolError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, kv, load
+from epdd.worker import attention, kv, load, prepack
 from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler, Sequence
@@ -65,9 +65,11 @@ class Engine:
         self._family: Family = families.load(spec.model)
         self._device = torch.device(spec.device)
         self.model = load.load_language(spec.model, spec.dtype, spec.device, attention.NAME)
+        self._parameters = sum(p.numel() for p in self.model.parameters())
+        self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
+        prepack.pack(self.model)
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
-        self.dtype: torch.dtype = self._head.weight.dtype
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_tokens = self._kv_tokens(spec, context)
         self.context_max = min(context, kv_tokens)
@@ -134,7 +136,7 @@ class Engine:
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
-                          parameters=sum(p.numel() for p in self.model.parameters()))
+                          parameters=self._parameters)
 
     # --- a request's beginning
 

@@ -28,7 +28,6 @@ requests  38 running, 120k completed, 3 failed, 212 rejected, 91 aborted
 latency   p50 2.31 s, p90 5.02 s, p99 11 s;  first token p50 412 ms, p90 950 ms, p99 2.10 s
 rate      3250 tokens/s, 46.7 images/s
 
-! encoder/3 STARTING
 ! encoder/2: memory not bound to NUMA node 1: Operation not permitted; set_mempolicy may need
   CAP_SYS_NICE
 ! encoder/2 restarted 2 times"""
@@ -44,6 +43,11 @@ def test_before_anything_is_known():
     text = render.status(blank)
     assert "R -  B_cpu -" in text
     assert "latency   -;  first token -" in text
+
+
+def test_reasons_beyond_the_table_are_shown():
+    why = ["encoder/3 STARTING", "pd/0 FAILED: exit code 78: no memory"]
+    assert render.notes(snapshot(why=why, workers=[worker("encoder/3", state="STARTING")])) == why[1:]
 
 
 def test_colour_changes_nothing_else():

@@ -54,7 +54,7 @@ class Script:
         self.tokenizer: Tokenizer = None  # type: ignore[assignment]
 
     async def run(self, request: Request) -> AsyncGenerator[Event, None]:
-        self.requests.append(request)
+        self.requests.append(replace(request, images=list(request.images)))   # the real one's are let go
         try:
             async for event in self.play(request):
                 yield event

@@ -115,3 +115,19 @@ def test_a_grant_and_a_cancel_in_the_same_moment() -> None:
         assert budget.used == 0
 
     asyncio.run(go())
+
+
+def test_a_waiter_cancelled_and_not_yet_run_is_passed_over() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        holder = budget.hold(10)
+        await holder.__aenter__()
+        first, second = (asyncio.create_task(budget.hold(10).__aenter__()) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()                              # before it has run,
+        await holder.__aexit__(None, None, None)    # the budget is given on
+        async with asyncio.timeout(1):
+            share = await second
+        assert budget.used == share.amount == 10
+
+    asyncio.run(go())

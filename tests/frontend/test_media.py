@@ -41,8 +41,11 @@ def images(family: Family, urls: Sequence[str], low: int = 0, high: int = 0, **l
         media = Media(Limits(**limits), family, EXECUTOR)
         try:
             refs = [ImageRef(text, f"messages[0].content[{index}]") for index, text in enumerate(urls)]
-            async with media.images(refs, low, high) as found:
+            async with media.images(refs, low, high) as held:
+                found = list(held.images)
                 assert media.budget.used == sum(len(image.data) for image in found)
+                held.let_go()
+                assert media.budget.used == 0 and held.images == []
                 return found
         finally:
             assert media.budget.used == 0
@@ -204,8 +207,10 @@ def test_requests_over_the_budget_take_turns(family: Family) -> None:
             nonlocal now, most
             async with media.images([ImageRef(url(data), "p")], 0, 0):
                 now, most = now + 1, max(most, now + 1)
-                await asyncio.sleep(0.002)
-                now -= 1
+                try:
+                    await asyncio.sleep(0.002)
+                finally:
+                    now -= 1
 
         tasks = [asyncio.create_task(use()) for _ in range(20)]
         for task in tasks[::3]:

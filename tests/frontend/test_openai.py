@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epdd.errors import BadRequest, EpddError, NotFound
-from epdd.families import Family
+from epdd.families import Defaults, Family
 from epdd.frontend import openai
 from epdd.frontend.messages import Conversation, ImageRef, Message
 from epdd.frontend.openai import Chat
@@ -36,10 +37,18 @@ def refused(family: Family, **fields: Any) -> EpddError:
     return caught.value
 
 
-def test_defaults_are_the_api_own(family: Family) -> None:
+def test_defaults_are_the_apis_own_where_the_checkpoint_says_nothing(family: Family) -> None:
     assert parse(family) == Chat(sampling=Sampling(max_tokens=0))
     sampling = parse(family).sampling
     assert (sampling.temperature, sampling.top_p, sampling.logprobs, sampling.seed) == (1.0, 1.0, -1, None)
+
+
+def test_the_checkpoints_defaults_fill_what_is_left_out(family: Family) -> None:
+    own = replace(family, defaults=Defaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05))
+    sampling = parse(own).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.7, 0.8, 20, 1.05)
+    sampling = parse(own, temperature=0, top_p=1, top_k=0, repetition_penalty=1).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0, 1, 0, 1)
 
 
 def test_all_fields_arrive(family: Family) -> None:

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -146,6 +147,7 @@ NVML = """
         if i == 3: raise NVMLError("GPU is lost")
         return list(nodes)[i]
     def nvmlDeviceGetPciInfo(h): return Obj(busId=f"00000000:{{h.upper()}}:00.0".encode())
+    def nvmlDeviceGetUUID(h): return f"GPU-{{h}}-5"
     def nvmlDeviceGetName(h): return "H200"
     def nvmlDeviceGetMemoryInfo(h): return Obj(total=150 << 30)
     def nvmlDeviceGetCpuAffinity(h, words):
@@ -154,7 +156,7 @@ NVML = """
 """
 
 
-def gpus_with(tmp_path, init="pass"):
+def gpus_with(tmp_path, init="pass", **environ):
     """gpus.read in a child that finds a pynvml of ours, over the two-node tree: GPU 0 without a sysfs entry."""
     tree(tmp_path, two_nodes() | {"sys/bus/pci/devices/0000:81:00.0/numa_node": "1",
                                   "sys/bus/pci/devices/0000:c1:00.0/numa_node": "-1",
@@ -164,8 +166,9 @@ def gpus_with(tmp_path, init="pass"):
                                   "pynvml.py": textwrap.dedent(NVML).format(init=init)})
     code = ("import sys; from pathlib import Path; from epdd.hardware import gpus, nodes; root = Path(sys.argv[1])\n"
             "print(gpus.read(root, range(8), nodes.read(root, range(8))))")
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)}).stdout.strip()
+                          env=inherited | {"PYTHONPATH": str(tmp_path)} | environ).stdout.strip()
 
 
 def test_gpus(tmp_path):
@@ -179,3 +182,10 @@ def test_gpus(tmp_path):
     ("raise NVMLError('Driver Not Loaded')", "((), ['GPUs cannot be used: Driver Not Loaded'])")])
 def test_no_driver(tmp_path, init, answer):
     assert gpus_with(tmp_path, init) == answer
+
+
+@pytest.mark.parametrize("visible, indexes", [
+    ("", []), ("-1", []), ("1", [1]), ("2, 0", [0, 2]), ("GPU-81", [1]), ("GPU-c1-5,1", [1, 2])])
+def test_gpus_that_are_kept_for_others(tmp_path, visible, indexes):
+    found = gpus_with(tmp_path, CUDA_VISIBLE_DEVICES=visible)
+    assert [int(index) for index in re.findall(r"Gpu\(index=(\d)", found)] == indexes

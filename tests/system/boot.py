@@ -33,9 +33,9 @@ def missing() -> str:
     """Why a container cannot be booted here, or nothing."""
     if os.geteuid() != 0:
         return "needs root"
-    for program in ("systemd-nspawn", "nsenter", "unshare"):
+    for program in ("systemd-nspawn", "nsenter", "unshare", "kill"):
         if shutil.which(program) is None:
-            return f"needs {program} (Debian: systemd-container, util-linux)"
+            return f"needs {program} (Debian: systemd-container, util-linux, procps)"
     if not Path("/usr/lib/systemd/systemd").exists():
         return "needs systemd itself in /usr"
     probe = subprocess.run(["unshare", "-m", "sh", "-c", "mount -t cgroup2 none /sys/fs/cgroup"], capture_output=True)

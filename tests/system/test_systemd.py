@@ -1,10 +1,13 @@
 """The unit file as installed, under a real systemd: start, serve, reload, hang, misconfiguration, stop."""
 
+import base64
+import io
 import json
 import re
 import time
 
 import pytest
+from PIL import Image
 
 from tests.system import boot
 
@@ -43,6 +46,17 @@ def epdctl(machine, *argv):
     return machine.run(*environment, PYTHON, "-m", "epdd.ctl.main", *argv)
 
 
+def red_square():
+    file = io.BytesIO()
+    Image.new("RGB", (96, 96), "red").save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def processes(machine):
+    """How many run on our interpreter."""
+    return int(machine.run("sh", "-c", "readlink /proc/[0-9]*/exe | grep -c /opt/epdd", check=False).stdout)
+
+
 def wait_for(machine, wanted, *properties, timeout_s=60):
     end = time.monotonic() + timeout_s
     while machine.show(*properties) != wanted:
@@ -66,8 +80,8 @@ def test_it_serves(service):
     assert (status["state"], str(status["pid"])) == ("ready", service.show("MainPID")[0])
     for worker in status["workers"]:
         assert worker["cpus"] and worker["warning"] == ""       # the system call filter lets workers bind
-    sample = "/opt/epdd/source/epdd/demo/samples/red-circle.png"
-    assert "red" in epdctl(service, "chat", "-i", sample, "What colour is the circle?").stdout.lower()
+    answer = epdctl(service, "chat", "-i", red_square(), "What colour is it?").stdout
+    assert answer.strip()           # what it says is for the demo model's own tests
 
 
 def test_reload_takes_new_settings_and_refuses_broken_ones(service):
@@ -86,7 +100,7 @@ def test_reload_takes_new_settings_and_refuses_broken_ones(service):
 
 def test_a_daemon_that_hangs_is_replaced(service):
     pid, restarts = service.show("MainPID", "NRestarts")
-    service.run("kill", "-STOP", pid)
+    service.run("sh", "-c", f"kill -STOP {pid}")
     wait_for(service, [str(int(restarts) + 1), "active"], "NRestarts", "ActiveState")
     assert service.show("MainPID") != [pid]
     assert "watchdog" in service.journal().lower()
@@ -101,10 +115,10 @@ def test_a_setting_that_cannot_work_is_not_tried_again(service):
 
 
 def test_stop_leaves_nothing(service):
+    assert processes(service) >= 3              # daemon and two workers
     service.run("systemctl", "stop", "epdd")
+    assert processes(service) == 0
     assert service.show("ActiveState", "Result", "ExecMainStatus") == ["inactive", "success", "0"]
-    processes = service.run("ps", "-eo", "args").stdout
-    assert "/opt/epdd" not in processes
     # One may be multiprocess's resource tracker, which ends by itself once it sees that the daemon is gone.
     left = service.journal().rpartition("Stopping epdd")[2].count("SIGKILL")
     assert left <= 1, "the daemon left processes to systemd"

@@ -122,6 +122,7 @@ class Daemon:
             logger.info("epdd %s listens host=%s port=%s admin=%s pid=%s", __version__, self._settings.server.host,
                         port, path, os.getpid())
             self._supervisor.start()
+            self._terminal.show(self._supervisor.workers)
             background = [asyncio.create_task(self._report()), asyncio.create_task(self._feed_watchdog())]
             await self._stop.wait()
             await self._drain()
@@ -198,8 +199,6 @@ class Daemon:
 
     def _changed(self, worker: Worker) -> None:
         """A worker's state or progress changed."""
-        if worker.state is State.STARTING:
-            logger.debug("%s %s %.0f%%", worker.name, worker.loading.stage, 100 * worker.loading.done)
         self._terminal.show(self._supervisor.workers)
         self._pipeline.fleet_changed()
         role = self._supervisor.role(worker.role)

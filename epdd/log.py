@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from typing import TextIO
 
 # journald reads a leading <N> as the syslog priority (sd-daemon(3)).
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -23,9 +24,20 @@ class _Formatter(logging.Formatter):
         return f"<{_PRIORITY.get(record.levelno, 6)}>{text}" if self._journal else text
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Looks sys.stderr up at each record: a progress bar on a terminal stands in for it while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:     # type: ignore[override]
+        return sys.stderr
+
+
 def setup(level: str) -> None:
     """Send all of epdd's loggers to stderr at `level` (debug, info, warning, error)."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_Formatter(journal="JOURNAL_STREAM" in os.environ))
     root = logging.getLogger("epdd")
     root.handlers[:] = [handler]

@@ -28,8 +28,8 @@ def check(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
             talks = demo_talk.branches(rng, scenes, turns)
         pool = demo_language.fill_pool(model.model.visual, scenes, torch.float32)
         writer = demo_language.Writer(tokenizer, pool)
-        ours, _, _ = demo_language.Student(model, writer)(
-            [writer.row(talks, list(range(len(scenes))))])
+        ours = demo_language.Student(model, writer)(
+            [writer.row(talks, list(range(len(scenes))))]).logits
         theirs = torch.cat([_theirs(model, processor, writer, talk, scenes) for talk in talks])
         worst = max(worst, (ours - theirs).abs().max().item())
     if worst > TOLERANCE:

@@ -30,7 +30,7 @@ LONE, CROWDED = 14000, 8000     # pictures in the pool: of one shape, of two to 
 SINGLE_ROWS = 14                # rows a step about one picture, and without any
 SEVERAL_IMAGES = 36             # images a step in rows about several pictures
 TEXT_ONLY = 0.12                # share of the single rows
-QUESTION_FIRST, GROWING = 0.15, 0.1
+QUESTION_FIRST, GROWING = 0.2, 0.08
 CURRICULUM = 0.3                # share of the steps until all eight images are in use
 PLACE_LAYER, PLACE_WEIGHT = 1, 0.3
 REPORT_EVERY = 100
@@ -168,6 +168,24 @@ class Lessons:
         return self.writer.row(demo_talk.branches(rng, scenes, turns), images)
 
 
+@dataclass(frozen=True)
+class Said:
+    """Logits where an answer's token comes next, that token, the row it is in, and the loss of
+    the extra head."""
+
+    logits: Tensor
+    truth: Tensor
+    row: Tensor
+    place_loss: Tensor
+
+    def loss(self) -> Tensor:
+        """A row with a single answer would drown among rows with a dozen: each row weighs by the
+        root of its length."""
+        weight = self.row.bincount()[self.row] ** -0.5
+        each = F.cross_entropy(self.logits, self.truth, reduction="none")
+        return (each * weight).sum() / weight.sum()
+
+
 class Student(nn.Module):
     """The language half, with a head that exists in training only: which image is this token's?
     It makes counting images, on which every list rests, something to learn by itself."""
@@ -178,8 +196,7 @@ class Student(nn.Module):
         self.writer = writer
         self.heads = nn.Linear(model.config.text_config.hidden_size, demo_talk.IMAGES_MAX)
 
-    def forward(self, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits where an answer comes next, the true tokens, and the loss of the extra head."""
+    def forward(self, rows: list[Row]) -> Said:
         length = max(len(row.ids) for row in rows)
         ids, learn, branch = (torch.tensor([
             list(getattr(row, name)) + [pad] * (length - len(row.ids)) for row in rows])
@@ -210,7 +227,8 @@ class Student(nn.Module):
             place_loss = F.cross_entropy(self.heads(middle[0][seen]),
                                          places.repeat_interleave(sizes))
         next_is_answer = learn[:, 1:]
-        return self.lm_head(hidden[:, :-1][next_is_answer]), ids[:, 1:][next_is_answer], place_loss
+        return Said(self.lm_head(hidden[:, :-1][next_is_answer]), ids[:, 1:][next_is_answer],
+                    next_is_answer.nonzero()[:, 0], place_loss)
 
 
 def train(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, steps: int
@@ -228,11 +246,11 @@ def train(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
         batches = [[lessons.single(rng) for _ in range(SINGLE_ROWS)],
                    [lessons.several(rng, count) for _ in range(SEVERAL_IMAGES // count)]]
         for index, rows in enumerate(batches):
-            logits, truth, place_loss = student(rows)
-            loss = F.cross_entropy(logits, truth)
-            (loss + PLACE_WEIGHT * place_loss).backward()
+            said = student(rows)
+            loss = said.loss()
+            (loss + PLACE_WEIGHT * said.place_loss).backward()
             sums[index] += loss.item()
-        sums[2] += place_loss.item()
+        sums[2] += said.place_loss.item()
         teacher.learn()
         if (step + 1) % REPORT_EVERY == 0:
             log.info("step %d seconds %.0f loss single %.4f several %.4f place %.4f %s", step + 1,
@@ -248,9 +266,9 @@ def probe(lessons: Lessons, student: Student) -> str:
     for index in range(PROBE_ROWS):
         rng = random.Random(f"language probe {index}")
         row = lessons.several(rng, demo_talk.IMAGES_MAX) if index % 3 else lessons.single(rng)
-        logits, truth, _ = student([row])
+        said = student([row])
         good, kinds = True, iter(row.kinds)
-        for told, token in zip(logits.argmax(-1).tolist(), truth.tolist()):
+        for told, token in zip(said.logits.argmax(-1).tolist(), said.truth.tolist()):
             good &= told == token
             if token == student.text.config.eos_token_id:
                 kind = next(kinds)

@@ -24,7 +24,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for param in group["params"]:
@@ -61,7 +61,8 @@ class Teacher:
     def __init__(self, module: nn.Module, steps: int) -> None:
         self.steps, self.done = steps, 0
         self.params = [p for p in module.parameters() if p.requires_grad]
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, param in module.named_parameters():
             if param.requires_grad:
                 fit = param.ndim == 2 and not any(word in name for word in NOT_MUON)

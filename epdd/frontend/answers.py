@@ -105,11 +105,11 @@ class Answers:
 class Whole:
     """A `chat.completion` object, from deltas."""
 
-    def __init__(self, chat: Chat, n: int) -> None:
+    def __init__(self, chat: Chat) -> None:
         self._wants_logprobs = chat.logprobs
-        self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._logprobs: list[list[_Json]] = [[] for _ in range(n)]
-        self._reasons: list[str | None] = [None] * n
+        self._texts: list[list[str]] = [[] for _ in range(chat.n)]
+        self._logprobs: list[list[_Json]] = [[] for _ in range(chat.n)]
+        self._reasons: list[str | None] = [None] * chat.n
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
@@ -163,11 +163,6 @@ class Chunks:
         elif self._chat.include_usage:
             chunk["usage"] = None
         return chunk
-
-
-def head(request_id: str, created: int, model: str) -> _Json:
-    """What a completion and all of its chunks have in common."""
-    return {"id": request_id, "created": created, "model": model}
 
 
 def model_card(name: str, created: int, context_max: int) -> _Json:

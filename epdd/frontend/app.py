@@ -34,7 +34,6 @@ def build(context: Context) -> web.Application:
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, executor)
     app = web.Application(middlewares=[_errors(context.stats)])
-    app[chat.BODY_BYTES_MAX] = context.config.server.body_bytes_max
     app.on_response_prepare.append(_mark)
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
@@ -46,7 +45,7 @@ def build(context: Context) -> web.Application:
 
     app.cleanup_ctx.append(lifetime)
     for path in ("/v1/chat/completions", "/chat/completions"):
-        app.router.add_post(path, _chat, expect_handler=chat.expect)
+        app.router.add_post(path, _chat, expect_handler=_expect)
     pages = _Pages(context)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
@@ -60,6 +59,10 @@ _CHAT = web.AppKey("chat", chat.ChatCompletions)
 
 async def _chat(request: web.Request) -> web.StreamResponse:
     return await request.app[_CHAT](request)
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    return await request.app[_CHAT].bodies.expect(request)
 
 
 def _errors(stats: RequestStats) -> Any:

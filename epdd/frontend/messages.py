@@ -11,8 +11,10 @@ from epdd.errors import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Fields of a message that templates read; all others that SDKs echo back (refusal, audio, ...) are ignored.
-_TEMPLATE_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+# Fields of a message that templates read, and under which name; all others that SDKs echo back (refusal,
+# audio, ...) are ignored.
+_TEMPLATE_FIELDS = {"name": "name", "tool_call_id": "tool_call_id", "reasoning": "reasoning_content",
+                    "reasoning_content": "reasoning_content"}
 
 _Json = dict[str, Any]
 
@@ -63,12 +65,12 @@ def _message(item: Any, where: str) -> Message:
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     fields: _Json = {}
-    for name in _TEMPLATE_FIELDS:
+    for name, template_name in _TEMPLATE_FIELDS.items():
         value = item.get(name)
         if value is not None:
             if not isinstance(value, str):
                 raise BadRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
-            fields[name] = value
+            fields[template_name] = value
     calls = item.get("tool_calls")
     if calls and role == "assistant":
         fields["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")

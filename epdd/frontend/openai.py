@@ -52,6 +52,7 @@ _Json = dict[str, Any]
 class Chat:
     """How a chat request wants to be answered; what it says is in its Conversation."""
 
+    model: str                      # as the answer names it
     sampling: Sampling              # max_tokens 0: the rest of the context
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -81,16 +82,17 @@ def parse(body: bytes | bytearray, family: Family, model_name: str) -> tuple[Cha
     _check_refused(data)
     tools = parse_tools(data.get("tools"), data.get("tool_choice"))
     conversation = Conversation(parse_messages(data.get("messages")), tools, _template_options(data))
-    return _chat(data, family), conversation
+    return _chat(data, family, model_name), conversation
 
 
-def _chat(data: _Json, family: Family) -> Chat:
+def _chat(data: _Json, family: Family, model_name: str) -> Chat:
     stream = _flag(data, "stream")
     options = _object(data, "stream_options")
     if data.get("stream_options") is not None and not stream:
         raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
     low, high = _pixels(data, family)
     return Chat(
+        model=model_name,
         sampling=_sampling(data, family),
         n=cast(int, _number(data, "n", int, 1, N_MAX, 1)),
         stop=_stop(data),

@@ -63,8 +63,7 @@ class PromptMaker:
         longest = sorted(controls, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
         marked = sorted({"|" if "|" in content else content[0] for content in controls})
-        self._shield = str.maketrans({char: chr(_STAND_INS + index) for index, char in enumerate(marked)})
-        self._restore = str.maketrans({chr(_STAND_INS + index): char for index, char in enumerate(marked)})
+        self._stand_ins = [(char, chr(_STAND_INS + index)) for index, char in enumerate(marked)]
         self._chars_max = _longest_token(self.tokenizer)
         text = {token: content for content, token in controls.items()}
         self._template = template.load(family.folder, "".join(text[token] for token in _family_ids(family)))
@@ -87,7 +86,7 @@ class PromptMaker:
             raise BadRequest("The model's chat template cannot show every image of these messages; "
                              "images belong into user messages", param="messages")
         # Of the encoding calls, the batch ones let other threads run meanwhile.
-        runs = self.tokenizer.encode_batch_fast([run.translate(self._restore) for run in pieces[::2]],
+        runs = self.tokenizer.encode_batch_fast([self._restored(run) for run in pieces[::2]],
                                                 add_special_tokens=False)
         tokens: list[int] = list(runs[0].ids)
         spans: list[Placed] = []
@@ -103,12 +102,19 @@ class PromptMaker:
     def _shielded(self, value: Any) -> Any:
         """`value` (text, or JSON holding text) with the stand-ins in every string, keys included."""
         if isinstance(value, str):
-            return value.translate(self._shield)
+            for char, stand_in in self._stand_ins:      # str.translate takes twenty times as long
+                value = value.replace(char, stand_in)
+            return value
         if isinstance(value, dict):
             return {self._shielded(key): self._shielded(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self._shielded(item) for item in value]
         return value
+
+    def _restored(self, run: str) -> str:
+        for char, stand_in in self._stand_ins:
+            run = run.replace(stand_in, char)
+        return run
 
 
 def _family_ids(family: Family) -> tuple[int, int, int]:

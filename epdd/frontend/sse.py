@@ -49,7 +49,7 @@ class EventStream:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self.send(envelope)
                 await self.end()
-        except TimeoutError:
+        except (TimeoutError, ClientGone):
             if self._request.transport is not None:
                 self._request.transport.abort()
         return self.response

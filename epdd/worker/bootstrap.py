@@ -56,8 +56,8 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     try:
         role, ready = _start(spec, arena, connection)
         connection.send(msgspec.structs.replace(ready, binding=binding, seconds=time.monotonic() - begin))
-        log.info("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
-                 ready.dtype, ready.parameters)
+        log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
+                  ready.dtype, ready.parameters)
         loop.run(connection, role, spec.beat_s)
     except StartupError as error:
         log.error("%s cannot start: %s", spec.name, error.message)
@@ -82,8 +82,10 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
 
     told("import", 0.0)
     torch = importlib.import_module("torch")
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")    # NVML's order, which spec.device means
-    torch.set_num_threads(spec.threads)
+    # spec.device counts as NVML does: all GPUs, in the order of the bus.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    torch.set_num_threads(max(1, spec.threads))
     torch.set_num_interop_threads(1)
     module, name = ROLES[spec.role]
     role_class = getattr(importlib.import_module(module), name)

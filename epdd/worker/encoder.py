@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
 # 1.01 times at 784, so images beyond this many patches run alone.
 BATCH_PATCHES_MAX = 1024
-WARM_UP_S = 6.0                 # a size is not timed if it would likely end after this
-WARM_UP_PATCHES = (64, 256, 1024, 4096)
+WARM_UP_S = 8.0                 # a size is not timed if it would likely end after this
+WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Encoder:
             self._encode(batch, start)
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
-        """Run a few image sizes; the second run of each is the sample that the time model starts from."""
+        """Time a few image sizes: what the daemon's time model starts from.  The first run is not counted."""
         samples: list[tuple[int, float]] = []
         factor, patches_max = self._family.merge, self._family.rows_max * self._family.merge ** 2
         begin = time.monotonic()
@@ -136,7 +136,8 @@ class Encoder:
             side = max(1, math.isqrt(min(wanted, patches_max)) // factor) * factor
             n = side * side
             if samples:
-                expected = samples[-1][1] * (n / samples[-1][0]) ** 2
+                # Cost grows a little faster than the patches, as attention's share does.
+                expected = samples[-1][1] * 1.3 * n / samples[-1][0]
                 if n <= samples[-1][0] or time.monotonic() - begin + expected > WARM_UP_S:
                     break
             blank = np.zeros((n, 3 * self._family.patch ** 2), np.uint8)

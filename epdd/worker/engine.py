@@ -17,7 +17,7 @@ import torch
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, ModelError, ProtocolError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, ProtocolError, WorkerFailed
 from epdd.families import Family
 from epdd.worker import attention, kv, load, prepack
 from epdd.worker.loop import Send, failed
@@ -73,7 +73,11 @@ class Engine:
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_tokens = self._kv_tokens(spec, context)
         self.context_max = min(context, kv_tokens)
-        self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+        try:
+            self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+        except RuntimeError:    # torch has no class of its own for it on CPUs
+            raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
+                                "pd.kv_bytes") from None
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom)
         self._requests: dict[str, Request] = {}
         self._steps = 0

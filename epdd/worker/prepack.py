@@ -53,7 +53,7 @@ def _works(linear: nn.Linear) -> bool:
     except (RuntimeError, AttributeError, TypeError) as error:
         log.warning("linear layers are not prepacked: %s", str(error).splitlines()[0])
         return False
-    return torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
+    return bool(torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())))
 
 
 def _drop_file_pages() -> None:

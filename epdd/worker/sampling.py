@@ -28,7 +28,7 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed & (1 << 63) - 1)
-        self._stop = torch.tensor(sorted(i for i in stop_ids if i < vocab), dtype=torch.long, device=device)
+        self._stop = torch.tensor(sorted(i for i in stop_ids if 0 <= i < vocab), dtype=torch.long, device=device)
         self._greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
         self._counts = self._seen = None
         if sampling.presence_penalty or sampling.frequency_penalty:
@@ -36,7 +36,7 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
             self._seen[torch.tensor(prompt, device=device)] = True
-        bias = {token: value for token, value in sampling.logit_bias.items() if token < vocab}
+        bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab}
         self._biased = torch.tensor(list(bias), dtype=torch.long, device=device)
         self._bias = torch.tensor([float("-inf") if value <= BAN_BIAS else value for value in bias.values()],
                                   device=device)
@@ -87,7 +87,7 @@ class Sampler:
         values, ids = self._candidates(scaled)
         odds = (values - values.max()).double().exp()
         if self._s.min_p > 0:
-            odds[odds < self._s.min_p] = 0      # the largest is 1
+            odds[odds < min(1.0, self._s.min_p)] = 0    # the largest is 1
         total = odds.cumsum(0)
         point = torch.rand((), generator=self._generator, dtype=torch.float64).to(total.device) * total[-1]
         place = int(torch.searchsorted(total, point, right=True).clamp_(max=len(total) - 1))

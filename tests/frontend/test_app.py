@@ -168,6 +168,27 @@ async def test_a_body_over_the_limit(house: House) -> None:
     assert house.script.requests[1:] == []
 
 
+@hosted(server={"body_bytes_max": 3000}, media={"inflight_bytes_max": 5000})
+async def test_all_bodies_together_are_bounded(house: House) -> None:
+    port = int(house.url.rpartition(":")[2])
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2900\r\n\r\n"
+    slow = []
+    for count in (1, 2):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + b" " * 2000)        # and no more
+        slow.append(writer)
+        await settle(lambda: house.door.inside == count)
+    await asyncio.sleep(0.05)
+    answer = await raw(house, head + b" " * 2900)
+    assert answer.startswith(b"HTTP/1.1 429") and envelope(answer)["code"] == "overloaded"
+    assert (await house.chat()).status == 200   # a small one finds room
+    for writer in slow:
+        writer.close()
+    await settle(lambda: house.door.inside == 0)
+    answer = await raw(house, head + BODY + b" " * (2900 - len(BODY)))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 @hosted(server={"body_bytes_max": 1000})
 async def test_expect_continue(house: House) -> None:
     head = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

@@ -38,7 +38,7 @@ def refused(family: Family, **fields: Any) -> EpddError:
 
 
 def test_defaults_are_the_apis_own_where_the_checkpoint_says_nothing(family: Family) -> None:
-    assert parse(family) == Chat(sampling=Sampling(max_tokens=0))
+    assert parse(family) == Chat(model="tiny-vl", sampling=Sampling(max_tokens=0))
     sampling = parse(family).sampling
     assert (sampling.temperature, sampling.top_p, sampling.logprobs, sampling.seed) == (1.0, 1.0, -1, None)
 
@@ -59,6 +59,7 @@ def test_all_fields_arrive(family: Family) -> None:
         stream_options={"include_usage": True, "continuous_usage_stats": True}, ignore_eos=True, min_tokens=2,
         skip_special_tokens=False)
     assert chat == Chat(
+        model="tiny-vl",
         sampling=Sampling(max_tokens=7, min_tokens=2, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1,
                           repetition_penalty=1.2, presence_penalty=-1.0, frequency_penalty=2.0, seed=-3,
                           logit_bias={3: -100.0, 7: 2.5}, logprobs=20, ignore_eos=True, stop_token_ids=(4, 5)),
@@ -244,6 +245,12 @@ def test_what_sdks_echo_is_accepted(family: Family) -> None:
     assert said.messages[1] == Message("assistant", "", {"tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": [1, 2]}}}]})
     assert said.messages[2] == Message("tool", "a cat", {"tool_call_id": "c1"})
+
+
+def test_reasoning_has_one_name(family: Family) -> None:
+    for name in ("reasoning", "reasoning_content"):
+        said = talk(family, {"role": "assistant", "content": "so", name: "because"})
+        assert said.messages[0].fields == {"reasoning_content": "because"}
 
 
 def test_tool_arguments_that_are_no_json_stay_text(family: Family) -> None:

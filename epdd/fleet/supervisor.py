@@ -176,8 +176,9 @@ class Supervisor:
         if isinstance(message, Beat):
             worker.beat = message
         elif isinstance(message, Loading):
-            # A line a stage and a quarter: the journal shows progress, not each step of it.
-            if (message.stage, int(message.done * 4)) != (worker.loading.stage, int(worker.loading.done * 4)):
+            # A line a quarter of the weights: the journal shows progress, not each step of it.
+            quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, worker.loading)]
+            if message.stage == "weights" and quarters[0] != quarters[1]:
                 log.info("%s loading stage=%s done=%.0f%%", worker.name, message.stage, 100 * message.done)
             worker.loading = message
             self._on_change(worker)

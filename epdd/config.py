@@ -194,7 +194,7 @@ def validate(config: Config) -> None:
                 raise ConfigError(f"{section}.{f.name} is {value}; it must not be negative")
     if config.server.port > 65535:
         raise ConfigError(f"server.port is {config.server.port}; at most 65535")
-    for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max"):
+    for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max", "media.fetches_max"):
         section, key = name.split(".")
         if getattr(getattr(config, section), key) < 1:
             raise ConfigError(f"{name} must be at least 1")

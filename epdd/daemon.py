@@ -72,10 +72,13 @@ def _return_freed_memory() -> None:
     By default its threshold for that rises with the largest block ever freed, and after one busy minute the
     daemon would stay as large as it was then.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 128 << 10)     # M_MMAP_THRESHOLD: larger blocks are mapped and unmapped one by one
-        libc.mallopt(-8, 2)             # M_ARENA_MAX: threads share heaps
+    _libc().mallopt(-3, 128 << 10)      # M_MMAP_THRESHOLD: larger blocks are mapped and unmapped one by one
+    _libc().mallopt(-8, 2)              # M_ARENA_MAX: threads share heaps
+
+
+def _libc() -> ctypes.CDLL:
+    """glibc, which torch's wheels need anyway."""
+    return ctypes.CDLL("libc.so.6")
 
 
 class Daemon:
@@ -111,6 +114,7 @@ class Daemon:
         self._handle_signals()
         runner = web.AppRunner(app.build(self._context), handler_cancellation=True, access_log=None)
         await runner.setup()
+        _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
         admin: AdminServer | None = None
         background: list[asyncio.Task[None]] = []
         try:

@@ -39,6 +39,8 @@ def setup(level: str) -> None:
     """Send all of epdd's loggers to stderr at `level` (debug, info, warning, error)."""
     handler = _Stderr()
     handler.setFormatter(_Formatter(journal="JOURNAL_STREAM" in os.environ))
+    # Malformed HTTP is the client's fault, and its tracebacks tell an operator nothing.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     root = logging.getLogger("epdd")
     root.handlers[:] = [handler]
     root.propagate = False

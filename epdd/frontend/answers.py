@@ -51,6 +51,10 @@ class Answers:
         return not self._running and bool(self._working)
 
     @property
+    def ended(self) -> bool:
+        return not self._running
+
+    @property
     def generated(self) -> int:
         """Tokens of all choices."""
         return sum(stream.tokens for stream in self._streams) + self._stop_tokens

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from epdd import __version__
 from epdd.errors import NotFound
-from epdd.frontend import chat, exposition, faults
+from epdd.frontend import chat, exposition, faults, ids
 from epdd.frontend.answers import model_card
 from epdd.frontend.context import Context
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.prompt import PromptMaker
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_CLIENT_ID_CHARS_MAX = 128
-_CLIENT_ID_ODD = re.compile(r"[^A-Za-z0-9._:-]+")
+_CHAT = web.AppKey("chat", chat.ChatCompletions)
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
 
 
@@ -38,7 +35,8 @@ def build(context: Context) -> web.Application:
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         media = Media(context.config.media, context.family, executor)
-        app[_CHAT] = chat.ChatCompletions(context, media, prompts)
+        endpoint = app[_CHAT] = chat.ChatCompletions(context, media, prompts)
+        context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: endpoint.bodies.held)
         yield
         await media.close()
         executor.shutdown(wait=False, cancel_futures=True)
@@ -54,9 +52,6 @@ def build(context: Context) -> web.Application:
     return app
 
 
-_CHAT = web.AppKey("chat", chat.ChatCompletions)
-
-
 async def _chat(request: web.Request) -> web.StreamResponse:
     return await request.app[_CHAT](request)
 
@@ -65,17 +60,19 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     return await request.app[_CHAT].bodies.expect(request)
 
 
-def _errors(stats: RequestStats) -> Any:
+def _errors(stats: RequestStats) -> Middleware:
     """Every failure becomes an answer in the API's envelope, and every answer is counted."""
 
     @web.middleware
-    async def errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await handler(request)
         except web.HTTPException as error:
             response = faults.of_http(error, request.method, request.path)
         except Exception as error:
-            response = faults.response(faults.known(error, _shown_id(request)))
+            fault = faults.known(error, ids.logged(request))
+            stats.errors[fault.code] += 1
+            response = faults.response(fault)
         stats.statuses[response.status] += 1
         return response
 
@@ -83,14 +80,8 @@ def _errors(stats: RequestStats) -> Any:
 
 
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = _shown_id(request)
+    response.headers["x-request-id"] = ids.shown(request)
     response.headers["Server"] = "epdd"
-
-
-def _shown_id(request: web.Request) -> str:
-    """The client's X-Request-ID, made harmless, or the request's own id."""
-    asked = _CLIENT_ID_ODD.sub("", request.headers.get("X-Request-ID", ""))[:_CLIENT_ID_CHARS_MAX]
-    return asked or chat.own_id(request)
 
 
 class _Pages:
@@ -115,7 +106,8 @@ class _Pages:
         roles = _by_role(status)
         dead = status["state"] == "failed" or any(set(states) == {"failed"} for states in roles.values())
         word = "failed" if dead else {"ready": "ok"}.get(status["state"], status["state"])
-        return _json({"status": word, "why": status.get("why", []), "workers": roles}, 503 if dead else 200)
+        # No reasons here: they may name files, and this page is everybody's.  `epdctl status` has them.
+        return _json({"status": word, "workers": roles}, 503 if dead else 200)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 when a request with an image could be served now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from aiohttp import web
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
-from epdd.frontend import faults, openai
+from epdd.frontend import faults, ids, openai
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.body import Bodies
 from epdd.frontend.context import Context
@@ -24,8 +23,6 @@ from epdd.frontend.prompt import PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
 from epdd.frontend.text import Vocabulary
 from epdd.wire import Tokens
-
-_OWN_ID = web.RequestKey("own_id", str)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class ChatCompletions:
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
             context_max = context.context_max()
             prompt = await self._prompts.make(conversation, held.images, context_max)
-            request = Request(id=own_id(http), tokens=prompt.tokens, sampling=prompt.limit(chat.sampling, context_max),
+            request = Request(id=ids.own(http), tokens=prompt.tokens, sampling=prompt.limit(chat.sampling, context_max),
                               images=held.images, spans=prompt.spans, n=chat.n, deadline=deadline)
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
@@ -108,8 +105,9 @@ class ChatCompletions:
         except Exception as error:
             if not stream.begun:
                 raise
-            turn.record.fail()
-            return await stream.fail(faults.envelope(faults.known(error, turn.request.id)))
+            fault = faults.known(error, ids.logged(turn.http))
+            turn.record.fail(fault.code)
+            return await stream.fail(faults.envelope(fault))
 
     async def _deltas(self, turn: _Turn) -> AsyncGenerator[Delta, None]:
         """Ends with the last choice; closing the pipeline stops those that only a stop string ended."""
@@ -125,13 +123,7 @@ class ChatCompletions:
                     yield delta
                 if turn.answers.cut_short:
                     break
-
-
-def own_id(http: web.Request) -> str:
-    """The request's id inside the daemon.  The client's X-Request-ID is none: two requests may carry the same."""
-    if _OWN_ID not in http:
-        http[_OWN_ID] = f"chatcmpl-{uuid.uuid4().hex}"
-    return http[_OWN_ID]
+        assert turn.answers.ended, "the pipeline ended before its last Done"
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ class Pipeline(Protocol):
         """Encode, then prefill and decode; closing the iterator cancels what is left.
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
-        gets a real status.
+        gets a real status.  With the first Tokens `request.images` is emptied, to free the files.
         """
 
 

@@ -83,6 +83,14 @@ class _StatusCollector(Collector):
         for status, count in sorted(stats.statuses.items()):
             responses.add_metric([str(status)], count)
         yield responses
+        errors = CounterMetricFamily("epdd_errors", "Errors answered, by their code", labels=["code"])
+        for code, count in sorted(stats.errors.items()):
+            errors.add_metric([code], count)
+        yield errors
+        held = GaugeMetricFamily("epdd_held_bytes", "Request bodies and image files in memory", labels=["what"])
+        for what, read in stats.gauges.items():
+            held.add_metric([what], read())
+        yield held
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts, images included", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generated_tokens),

@@ -29,14 +29,14 @@ def response(error: EpddError, headers: dict[str, str] | None = None) -> web.Res
                         content_type="application/json")
 
 
-def known(error: Exception, request_id: str) -> EpddError:
-    """`error` as one with a status.  Our own and the workers' faults are logged here, with the request's id."""
+def known(error: Exception, request: str) -> EpddError:
+    """`error` as one with a status.  Our own and the workers' faults are logged here; `request` names it."""
     if isinstance(error, (RequestError, CapacityError)):
         return error
     if isinstance(error, EpddError):
-        log.error("request %s failed code=%s error=%s", request_id, error.code, error.message[:_MESSAGE_CHARS_MAX])
+        log.error("%s failed code=%s error=%s", request, error.code, error.message[:_MESSAGE_CHARS_MAX])
         return error
-    log.error("request %s failed by a bug", request_id, exc_info=error)
+    log.error("%s failed by a bug", request, exc_info=error)
     # Nothing of the exception goes out: it may name files, addresses or the request's content.
     return EpddError("The server failed to answer; the fault is logged under the request id")
 

@@ -71,6 +71,8 @@ class RequestStats:
         self.running = 0
         self.counts: Counter[str] = Counter()       # accepted, completed, rejected, failed, aborted
         self.statuses: Counter[int] = Counter()     # HTTP answers of every endpoint
+        self.errors: Counter[str] = Counter()       # code of the error, in mid-stream too
+        self.gauges: dict[str, Callable[[], float]] = {}    # bytes held by the front end, by what for
         self.prompt_tokens = self.generated_tokens = self.images = self.unknown_fields = 0
         self.latency = Window()
         self.ttft = Window()
@@ -156,9 +158,10 @@ class Record:
             stats.gap_histogram.observe((now - self._last[choice]) / count)
         self._last[choice] = now
 
-    def fail(self) -> None:
-        """The answer broke after its header was sent."""
+    def fail(self, code: str) -> None:
+        """The answer broke, by an error of this code, after its header was sent."""
         self.outcome = "failed"
+        self._stats.errors[code] += 1
 
     def abort(self) -> None:
         """The client left."""

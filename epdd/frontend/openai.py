@@ -16,6 +16,7 @@ from epdd.families import Family
 from epdd.frontend.messages import Conversation, parse_messages, parse_tools
 from epdd.wire import Sampling
 
+ELEMENTS_MAX = 1_000_000    # of the JSON: each takes up to 60 times its bytes in memory
 N_MAX = 8                   # answers of one request
 TOP_LOGPROBS_MAX = 20       # OpenAI's own
 STOPS_MAX = 16              # OpenAI allows 4; each is searched for after every token
@@ -71,6 +72,9 @@ class Chat:
 
 def parse(body: bytes | bytearray, family: Family, model_name: str) -> tuple[Chat, Conversation]:
     """Raises BadRequest with `param`, or NotFound for another model's name."""
+    # Text and base64 of real requests hold few of these marks; a body of nothing else would fill the memory.
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > ELEMENTS_MAX:
+        raise BadRequest(f"The body has over {ELEMENTS_MAX} JSON elements")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:

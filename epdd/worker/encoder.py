@@ -6,11 +6,11 @@ loading: the patch embedding for one matrix product on bytes, and on CPUs the Li
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker import load, prepack, preprocess
 from epdd.worker.loop import Send, failed
 
-log = logging.getLogger(__name__)
-
 # Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
 # 1.01 times at 784, so images beyond this many patches run alone.
 BATCH_PATCHES_MAX = 1024
@@ -36,10 +34,10 @@ WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
 
 @dataclass(frozen=True)
 class Job:
-    """One image with its reply's address."""
+    """One image with its reply's address, being decoded and cut into patches by the helper thread."""
 
     message: wire.Encode
-    data: bytes
+    patches: Future[NDArray[np.uint8]]
 
 
 class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
@@ -85,18 +83,26 @@ class Encoder:
         self.tower.patch_embed = FoldedPatchEmbed(embed.proj, self._family.mean, self._family.std)
         prepack.pack(self.tower)
         self._waiting: deque[Job] = deque()
+        # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
         self._steps = 0
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
-        """Queue an image.  Raises ProtocolError on another role's work."""
+        """Queue an image, or answer Failed if it cannot fit.  Raises ProtocolError on another role's work."""
         if not isinstance(message, wire.Encode):
             raise ProtocolError(f"an encoder cannot do {type(message).__name__}")
-        self._waiting.append(Job(message, raw))
+        try:
+            self._check(message)
+        except WorkerFailed as error:
+            self._send(failed(message.id, error))
+            return
+        self._waiting.append(Job(message, self._helper.submit(preprocess.patches, raw, self._family, message.grid)))
 
     def cancel(self, work_id: str) -> None:
         """Drop an image that waits; one that is done has been answered already."""
         for job in self._waiting:
             if job.message.id == work_id:
+                job.patches.cancel()
                 self._waiting.remove(job)
                 self._send(wire.Cancelled(work_id))
                 return
@@ -119,8 +125,7 @@ class Encoder:
                 break
             job = self._waiting.popleft()
             try:
-                self._check(job.message)
-                batch.append((job, preprocess.patches(job.data, self._family, job.message.grid)))
+                batch.append((job, job.patches.result()))
                 total += size
             except Exception as error:
                 self._send(failed(job.message.id, error))
@@ -164,6 +169,7 @@ class Encoder:
         rows = self._family.rows(message.grid)
         if rows != message.rows:
             raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
+        self._arena.view(message.lease)     # raises where the lease lies outside
         need = self._family.embedding_bytes(rows, load.dtype_name(self.dtype))
         if need > message.lease.size:
             raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {need}")

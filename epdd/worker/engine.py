@@ -6,11 +6,8 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,40 +16,13 @@ from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, ProtocolError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, kv, load, prepack
+from epdd.worker import attention, inputs, kv, load, prepack
+from epdd.worker.inputs import Request, Rows
 from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
-from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler, Sequence
-
-log = logging.getLogger(__name__)
+from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
 
 KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
-
-
-@dataclass(frozen=True)
-class Rows:
-    """An image's embeddings: they take the places [start, start + rows) of the prompt."""
-
-    start: int
-    planes: torch.Tensor        # [planes, rows, hidden]
-
-    @property
-    def end(self) -> int:
-        return self.start + int(self.planes.shape[1])
-
-
-@dataclass(eq=False, kw_only=True)
-class Request(Sequence):
-    """A sequence with what the model needs to compute and continue it."""
-
-    sampler: Sampler
-    stop_ids: frozenset[int]
-    max_tokens: int
-    positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
-    delta: int                          # position of an answer's token less its index
-    images: list[Rows] = field(default_factory=list)
-    leases_until: int = 0               # tokens to compute before no lease is read any more
-    prefilled: bool = False
 
 
 class Engine:
@@ -211,55 +181,10 @@ class Engine:
                for token in request.tokens[request.computed:request.computed + count]]
         embeds = self._embed(torch.tensor(ids, device=self._device))
         out = self._text(
-            inputs_embeds=embeds[None], position_ids=self._batch_positions(batch).to(self._device)[:, None],
+            inputs_embeds=embeds[None], position_ids=inputs.positions(batch).to(self._device)[:, None],
             cache=self._pool, use_cache=False, plan=attention.plan(layout, self._device),
-            **self._splice(batch, embeds))
+            **inputs.splice(batch, embeds))
         return out.last_hidden_state[0]
-
-    def _batch_positions(self, batch: Batch[Request]) -> torch.Tensor:
-        """[3, T]."""
-        pieces, single = [], []
-        for request, count in batch.chunks:
-            start, end = request.computed, request.computed + count
-            if count == 1 and start >= request.prompt:
-                single.append(start + request.delta)
-                continue
-            if single:      # decode tokens come first, so this happens once
-                pieces.append(torch.tensor(single).expand(3, -1))
-                single = []
-            if request.positions is not None and start < request.prompt:
-                pieces.append(request.positions[:, start:end])
-                start = min(end, request.prompt)
-            if start < end:
-                pieces.append(torch.arange(start + request.delta, end + request.delta).expand(3, -1))
-        if single:
-            pieces.append(torch.tensor(single).expand(3, -1))
-        return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-
-    def _splice(self, batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
-        """Write images' rows over their placeholders in `embeds`; what the text model needs for deepstack."""
-        deep: list[torch.Tensor] = []
-        places: list[tuple[int, int]] = []
-        row = 0
-        for request, count in batch.chunks:
-            start, end = request.computed, request.computed + count
-            for image in request.images:
-                low, high = max(start, image.start), min(end, image.end)
-                if low >= high:
-                    continue
-                part = image.planes[:, low - image.start:high - image.start].to(self._device, self.dtype)
-                at = row + low - start
-                embeds[at:at + high - low] = part[0]
-                deep.append(part[1:])
-                places.append((at, at + high - low))
-            row += count
-        if not places or self._family.planes == 1:
-            return {}
-        mask = torch.zeros(1, row, dtype=torch.bool, device=self._device)
-        for low, high in places:
-            mask[0, low:high] = True
-        stacked = torch.cat(deep, 1)
-        return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(stacked)}
 
     def _postprocess(self, batch: Batch[Request], hidden: torch.Tensor) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""

@@ -70,10 +70,12 @@ def test_health_and_ready(family: Any, state: str, workers: dict[str, str], heal
                           ready: int) -> None:
     @hosted()
     async def test(house: House) -> None:
-        house.status.update(state=state, workers=[worker(*item) for item in workers.items()])
+        house.status.update(state=state, why=["pd/0 failed: /secret/path"],
+                            workers=[worker(*item) for item in workers.items()])
         answer = await house.http.get(f"{house.url}/health")
         body = await answer.json()
         assert (answer.status, body["status"]) == (health, word)
+        assert "secret" not in await answer.text()
         assert sum(n for states in body["workers"].values() for n in states.values()) == len(workers)
         assert (await house.http.head(f"{house.url}/health")).status == health
         assert (await house.http.get(f"{house.url}/ready")).status == ready
@@ -243,7 +245,8 @@ async def test_metrics(house: House) -> None:
         'epdd_encode_in_flight{pool="cpu"}': 7, "epdd_encode_queue_jobs": 4, "epdd_arena_used_bytes": 1024,
         "epdd_cache_hits_total": 5, 'epdd_worker_state{state="ready",worker="encoder/0"}': 1,
         'epdd_worker_done_total{worker="pd/0"}': 3, "epdd_time_to_first_token_seconds_count": 1,
-        "epdd_e2e_request_latency_seconds_count": 1,
+        "epdd_e2e_request_latency_seconds_count": 1, 'epdd_errors_total{code="invalid_request"}': 1,
+        'epdd_held_bytes{what="images"}': 0, 'epdd_held_bytes{what="bodies"}': 0,
     }
     assert {name: float(lines[name]) for name in expected} == expected
     assert "epdd_router_budget_cpu" not in lines        # unbounded is not a number

@@ -258,6 +258,7 @@ async def test_a_failure_after_the_first_token_is_a_frame(house: House) -> None:
     assert all(choice["finish_reason"] is None for frame in frames[:-2] for choice in frame["choices"])
     counts = house.context.stats.counts
     assert (counts["failed"], counts["completed"]) == (1, 0)
+    assert house.context.stats.errors == {"worker_lost": 1}
     assert (await house.chat()).status == 503       # not streamed: a real status
 
 
@@ -418,6 +419,20 @@ async def test_after_many_faults_nothing_is_left(house: House) -> None:
     stats = house.context.stats
     assert stats.running == house.door.inside == 0
     assert sum(stats.counts[name] for name in ("completed", "failed", "rejected", "aborted")) == 81
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pipeline_that_ends_early_is_a_fault(family: Any, stream: bool) -> None:
+    @hosted()
+    async def test(house: House) -> None:
+        async def play(request: Request) -> AsyncIterator[Event]:
+            yield 0, Prefilled(request.id)
+
+        house.script.play = play
+        answer = await house.chat(stream=stream)
+        assert answer.status == 500 and (await answer.json())["error"]["code"] == "internal_error"
+
+    test(family)
 
 
 @hosted()

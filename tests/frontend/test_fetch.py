@@ -159,7 +159,7 @@ def test_blocked_addresses_open_no_socket(url: str) -> None:
         async with fetching(fetch="public") as fetcher:
             started = time.perf_counter()
             assert await fault(fetcher, url.format(port=host.port)) == "invalid_image_url"
-            assert time.perf_counter() - started < 0.2
+            assert time.perf_counter() - started < 1      # far from the time limit of a fetch
         assert host.seen == []
 
     run(test)
@@ -230,7 +230,7 @@ def test_the_deadline_is_for_the_whole_fetch(path: str) -> None:
             started = time.perf_counter()
             codes = await asyncio.gather(*(fault(fetcher, host.url + path) for _ in range(20)))
             assert set(codes) == {"failed_to_download_image"}
-            assert time.perf_counter() - started < 1.5
+            assert time.perf_counter() - started < 3
             assert await fetcher.fetch(f"{host.url}/a.png") == PNG
 
     run(test)

@@ -19,6 +19,8 @@ from epdd.families import Family
 from epdd.frontend.media import Media, data_url
 from epdd.frontend.messages import ImageRef
 
+from .test_image_header import bomb
+
 EXECUTOR = ThreadPoolExecutor(2)
 
 
@@ -159,6 +161,12 @@ def test_limits(family: Family) -> None:
     assert images(family, [url(big)], file_bytes_max=len(big))
 
 
+def test_bombs_are_refused_by_their_header(family: Family) -> None:
+    for side in (9_000, 20_000):
+        error = fault(family, url(bomb(side)))
+        assert error.code == "image_too_large" and f"{side} x {side}" in error.message
+
+
 @pytest.mark.parametrize("most", [0, 2])
 def test_too_many_images_are_refused_before_they_are_looked_at(family: Family, most: int) -> None:
     with pytest.raises(BadRequest) as caught:
@@ -176,10 +184,11 @@ def test_one_bad_image_of_several_is_named(family: Family) -> None:
 def test_large_files_leave_the_loop_free(family: Family) -> None:
     text = url(picture((2900, 2900), form="BMP"))       # 25 MB
 
-    async def go() -> float:
+    async def go() -> tuple[float, float]:
         media = Media(Limits(), family, EXECUTOR)
         loop = asyncio.get_running_loop()
-        gap, last = 0.0, loop.time()
+        gap, began = 0.0, loop.time()
+        last = began
 
         async def read() -> None:
             async with media.images([ImageRef(text, "p")], 0, 0):
@@ -191,9 +200,10 @@ def test_large_files_leave_the_loop_free(family: Family) -> None:
             gap, last = max(gap, loop.time() - last), loop.time()
         await task
         await media.close()
-        return gap
+        return gap, last - began
 
-    assert asyncio.run(go()) < 0.2
+    gap, total = asyncio.run(go())
+    assert gap < max(0.2, total / 2)    # the machine may be busy with other things
 
 
 def test_requests_over_the_budget_take_turns(family: Family) -> None:

@@ -94,8 +94,8 @@ def test_a_request_in_numbers() -> None:
 def test_a_broken_stream_is_no_success() -> None:
     stats = RequestStats()
     with stats.request() as record:
-        record.fail()
+        record.fail("worker_lost")
     with stats.request() as record:
         record.abort()
-    assert dict(stats.counts) == {"failed": 1, "aborted": 1}
+    assert dict(stats.counts) == {"failed": 1, "aborted": 1} and dict(stats.errors) == {"worker_lost": 1}
     assert stats.latency.snapshot()["count"] == 0

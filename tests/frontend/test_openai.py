@@ -218,6 +218,13 @@ def test_bodies_that_are_no_request(family: Family, body: bytes) -> None:
     assert len(caught.value.message) < 200
 
 
+@pytest.mark.parametrize("element", [b"[],", b"{},", b"1,"])
+def test_a_body_of_nothing_but_elements(family: Family, element: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "x": [' + element * 2_000_000 + b"1]}"
+    with pytest.raises(BadRequest, match="elements"):
+        openai.parse(body, family, "tiny-vl")
+
+
 def test_contents_of_every_kind(family: Family) -> None:
     assert talk(family, {"role": "user", "content": ""}).messages == [Message("user", "")]
     assert talk(family, {"role": "user", "content": []}).messages == [Message("user", [])]

@@ -164,21 +164,22 @@ def _shared() -> tuple[PromptMaker, families.Family]:
 
 
 def test_long_texts_are_tokenised_beside_the_loop(maker: PromptMaker, family: families.Family) -> None:
-    message = {"role": "user", "content": "hello world " * 40_000}
+    message = {"role": "user", "content": "hello world " * 100_000}
     conversation = openai.parse(orjson.dumps({"messages": [message]}), family, "tiny-vl")[1]
 
-    async def go() -> tuple[Prompt, float]:
+    async def go() -> tuple[Prompt, float, float]:
         loop = asyncio.get_running_loop()
-        gap, last = 0.0, loop.time()
+        gap, began = 0.0, loop.time()
+        last = began
         task = asyncio.create_task(maker.make(conversation, [], 10 ** 7))
         while not task.done():
             await asyncio.sleep(0.002)
             gap, last = max(gap, loop.time() - last), loop.time()
-        return await task, gap
+        return await task, gap, last - began
 
-    prompt, gap = asyncio.run(go())
-    assert len(prompt.tokens) > 40_000
-    assert gap < 0.25
+    prompt, gap, total = asyncio.run(go())
+    assert len(prompt.tokens) > 100_000
+    assert gap < max(0.2, total / 2)    # the machine may be busy with other things
 
 
 def test_far_too_long_a_text_is_not_tokenised(maker: PromptMaker, family: families.Family) -> None:

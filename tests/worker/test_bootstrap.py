@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.fleet.process import ForkServer, Process
@@ -161,15 +162,18 @@ def test_a_bad_checkpoint_is_told_and_exits_78(checkpoint: Callable[..., str], s
         assert worker.exit_code() == 78
 
 
+@pytest.mark.slow
 def test_the_daemons_end_is_noticed_in_a_long_kernel(checkpoint: Callable[..., str], start: Start) -> None:
-    folder = checkpoint("qwen3_vl", size=checkpoints.Size(vision_layers=60, vision_hidden=128, vision_inter=512,
+    folder = checkpoint("qwen3_vl", size=checkpoints.Size(vision_layers=12, vision_hidden=128, vision_inter=512,
                                                           max_pixels=2048 * 2048))
     family = families.load(folder)
     worker = start(folder, "encoder", arena_slice=(0, pd.ARENA_BYTES))
     worker.until(wire.Ready)
     grid = family.grid(2048, 2048)
     rows = family.rows(grid)
-    worker.send(wire.Encode("x", wire.Lease(0, pd.ARENA_BYTES), grid, rows), image_bytes(2048, 2048))
+    file = io.BytesIO()
+    Image.new("RGB", (2048, 2048)).save(file, "BMP")
+    worker.send(wire.Encode("x", wire.Lease(0, pd.ARENA_BYTES), grid, rows), file.getvalue())
     time.sleep(1.0)
     worker.hang_up()
     begin = time.monotonic()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,54 @@ def test_a_poisoned_image_fails_its_request_only(checkpoint: Callable[..., str])
     for name in ("0", "1"):     # in the memory that held NaN
         bench.submit(f"next {name}", wanted[name])
         assert bench.run()[f"next {name}"] == reference(folder, wanted[name])
+
+
+def test_random_traffic_under_pressure_keeps_every_promise(checkpoint: Callable[..., str]) -> None:
+    """Arrivals, cancels and preemptions at random; leases are overwritten as soon as the worker lets go of them."""
+    folder = checkpoint("qwen3_vl")
+    rng = random.Random(7)
+    bench = pd.Bench(folder, headroom=16, kv_tokens=640, token_budget=48, batch_max=12)
+    wanted = {name: prompt for name, prompt in prompts(folder, 40).items() if len(prompt.tokens) < 200}
+    arriving, leases, cancelled, told = list(wanted), dict[str, list[wire.Lease]](), set[str](), 0
+    while arriving or bench.engine.busy:
+        if arriving and rng.random() < 0.3:
+            name = arriving.pop(0)
+            leases[name] = bench.submit(name, wanted[name], max_tokens=rng.choice([1, 12, 60]))
+        if leases and rng.random() < 0.03:
+            name = rng.choice(list(leases))
+            bench.engine.cancel(name)
+            cancelled.add(name)
+        bench.engine.step()
+        for message in bench.sent[told:]:
+            if isinstance(message, (wire.Prefilled, *LAST)):
+                bench.scribble(leases[message.id])
+        told = len(bench.sent)
+    assert bench.engine.beat().kv_used == 0 and bench.engine.beat().preempted > 3
+    answers = bench.run()
+    for name, prompt in wanted.items():
+        last = bench.of(name)[-1]
+        assert isinstance(last, LAST) and sum(isinstance(m, LAST) for m in bench.of(name)) == 1
+        assert isinstance(last, wire.Done) or name in cancelled
+        whole = reference(folder, prompt, 60)
+        assert answers[name] == whole[:len(answers[name])], name
+
+
+def test_a_fault_of_a_step_fails_its_batch_and_the_worker_lives(checkpoint: Callable[..., str],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("qwen3_vl")
+    bench = pd.Bench(folder)
+    bench.submit("a", prompts(folder, 1)["0"])
+
+    def fail(batch: object) -> torch.Tensor:
+        raise RuntimeError("out of memory at 0x7f00")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.engine, "_run", fail)
+        bench.engine.step()
+    assert bench.sent == [wire.Failed("a", "internal_error", "the worker failed on this request")]
+    assert not bench.engine.busy and bench.engine.beat().kv_used == 0
+    bench.submit("b", prompts(folder, 1)["0"])
+    assert bench.run()["b"] == reference(folder, prompts(folder, 1)["0"])
 
 
 def test_bad_requests_fail_alone(checkpoint: Callable[..., str]) -> None:

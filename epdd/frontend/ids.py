@@ -1,0 +1,34 @@
+"""What a request is called: inside the daemon, towards its client, and in the log."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from aiohttp import web
+
+_OWN = web.RequestKey("own_id", str)
+_CLIENT_CHARS_MAX = 128
+_CLIENT_ODD = re.compile(r"[^A-Za-z0-9._:-]+")
+
+
+def own(http: web.Request) -> str:
+    """Unique.  The client's X-Request-ID is never a key: two requests may carry the same."""
+    if _OWN not in http:
+        http[_OWN] = f"chatcmpl-{uuid.uuid4().hex}"
+    return http[_OWN]
+
+
+def shown(http: web.Request) -> str:
+    """For the x-request-id header: the client's, made harmless, or our own."""
+    return _client(http) or own(http)
+
+
+def logged(http: web.Request) -> str:
+    """Both, for log lines."""
+    client = _client(http)
+    return f"{own(http)} x_request_id={client}" if client else own(http)
+
+
+def _client(http: web.Request) -> str:
+    return _CLIENT_ODD.sub("", http.headers.get("X-Request-ID", ""))[:_CLIENT_CHARS_MAX]

@@ -1,0 +1,84 @@
+"""What a step feeds the text model: positions, and images' rows in place of their placeholders.
+
+Pure functions of a batch; a chunk may begin or end inside an image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from epdd.worker.sampling import Sampler
+from epdd.worker.scheduler import Batch, Sequence
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An image's embeddings: they take the places [start, end) of the prompt."""
+
+    start: int
+    planes: torch.Tensor        # [planes, rows, hidden]
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.planes.shape[1])
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Sequence):
+    """A sequence with what the model needs to compute and continue it."""
+
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    max_tokens: int
+    positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
+    delta: int                          # position of an answer's token less its index
+    images: list[Rows] = field(default_factory=list)
+    leases_until: int = 0               # tokens to compute before no lease is read any more
+    prefilled: bool = False
+
+
+def positions(batch: Batch[Request]) -> torch.Tensor:
+    """Temporal, vertical and horizontal position of each row, [3, T]."""
+    pieces: list[torch.Tensor] = []
+    single: list[int] = []
+    for request, count in batch.chunks:
+        start, end = request.computed, request.computed + count
+        if count == 1 and start >= request.prompt:
+            single.append(start + request.delta)
+            continue
+        if single:      # a run of decode tokens ends
+            pieces.append(torch.tensor(single).expand(3, -1))
+            single = []
+        if request.positions is not None and start < request.prompt:
+            pieces.append(request.positions[:, start:end])
+            start = min(end, request.prompt)
+        if start < end:
+            pieces.append(torch.arange(start + request.delta, end + request.delta).expand(3, -1))
+    if single:
+        pieces.append(torch.tensor(single).expand(3, -1))
+    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+
+def splice(batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
+    """Write images' rows into `embeds` [T, hidden]; the text model's arguments for their deepstack planes."""
+    deep: list[torch.Tensor] = []
+    mask = torch.zeros(len(embeds), dtype=torch.bool)
+    row = 0
+    for request, count in batch.chunks:
+        start, end = request.computed, request.computed + count
+        for image in request.images:
+            low, high = max(start, image.start), min(end, image.end)
+            if low < high:
+                part = image.planes[:, low - image.start:high - image.start].to(embeds.device, embeds.dtype)
+                at = row + low - start
+                embeds[at:at + high - low] = part[0]
+                mask[at:at + high - low] = True
+                deep.append(part[1:])
+        row += count
+    if not deep or not len(deep[0]):
+        return {}
+    return {"visual_pos_masks": mask.to(embeds.device)[None],
+            "deepstack_visual_embeds": list(torch.cat(deep, 1))}

@@ -44,11 +44,14 @@ class Mapping:
         """Allocate and touch these pages now.  Raises StartupError where memory is short.
 
         What is free is looked at first: a memfd has no size limit of its own, so fallocate would go on until
-        the kernel kills something for it.
+        the kernel kills something for it.  A worker that comes back finds the pages there already.
         """
         if size == 0:
             return
-        if size > (free := _available_bytes()):
+        if offset < 0 or offset + size > self.size:
+            raise StartupError(f"arena: [{offset}, +{size}) is outside the {self.size} bytes")
+        missing = self.size - os.fstat(self._fd).st_blocks * 512
+        if min(size, missing) > (free := _available_bytes()):
             raise StartupError(f"arena: {size} bytes cannot be reserved, {free} are available; lower arena.bytes")
         try:
             os.posix_fallocate(self._fd, offset, size)

@@ -33,10 +33,21 @@ def test_nothing_outside_the_arena(lease):
         mapping.view(lease)
 
 
-def test_too_large_an_arena_says_what_to_change():
-    fd = arena.create(1 << 20)
+def test_too_large_an_arena_says_what_to_change(monkeypatch):
+    mapping = arena.Mapping(arena.create(1 << 20), 1 << 20)
+    # Never by a real size: reserving more than there is would have the kernel kill something for it.
+    monkeypatch.setattr(arena, "_available_bytes", lambda: 4096)
     with pytest.raises(StartupError, match="arena.bytes"):
-        arena.Mapping(fd, 1 << 20).reserve(0, 1 << 60)
+        mapping.reserve(0, 1 << 20)
+    with pytest.raises(StartupError, match="outside"):
+        mapping.reserve(4096, 1 << 20)
+
+
+def test_pages_that_are_there_already_need_no_free_memory(monkeypatch):
+    fd = arena.create(1 << 20)
+    arena.Mapping(fd, 1 << 20).reserve(0, 1 << 20)
+    monkeypatch.setattr(arena, "_available_bytes", lambda: 0)
+    arena.Mapping(os.dup(fd), 1 << 20).reserve(4096, 1 << 19)       # a worker that comes back
 
 
 @given(st.integers(0, 1 << 24), st.integers(1, 16))

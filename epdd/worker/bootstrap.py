@@ -48,7 +48,8 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     # Invariant: bound before the first thread and torch operation, for both inherit the binding.
     binding = importlib.import_module("epdd.worker.affinity").bind(spec)
     fd = sock.detach()
-    threading.Thread(target=_exit_with_daemon, args=(os.dup(fd),), daemon=True).start()
+    leaving = threading.Event()
+    threading.Thread(target=_exit_with_daemon, args=(os.dup(fd), leaving), daemon=True).start()
     loop = importlib.import_module("epdd.worker.loop")
     connection = loop.Connection(fd)
     if binding.warning:
@@ -59,18 +60,12 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
         loop.run(connection, role, spec.beat_s)
-    except StartupError as error:
-        log.error("%s cannot start: %s", spec.name, error.message)
-        connection.send(wire.Failed("", error.code, error.message))
-        connection.drain(LAST_WORDS_S)
-        sys.exit(error.exit_code)
+    except ConnectionError:
+        return      # the daemon is gone
     except Exception as error:
-        log.exception("%s failed", spec.name)
-        code, text = (error.code, error.message) if isinstance(error, EpddError) else (
-            EpddError.code, f"{type(error).__name__}: {error}")
-        connection.send(wire.Failed("", code, text))
-        connection.drain(LAST_WORDS_S)
-        sys.exit(1)
+        leaving.set()
+        _last_words(spec, connection, error)
+        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
@@ -105,13 +100,26 @@ def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
     return mapping
 
 
-def _exit_with_daemon(fd: int) -> None:
+def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
+    """Tell journal and daemon why this worker ends."""
+    if isinstance(error, StartupError):
+        log.error("%s cannot start: %s", spec.name, error.message)
+    else:
+        log.error("%s failed", spec.name, exc_info=error)
+    code, text = (error.code, error.message) if isinstance(error, EpddError) else (
+        EpddError.code, f"{type(error).__name__}: {error}")
+    connection.send(wire.Failed("", code, text))
+    connection.drain(LAST_WORDS_S)
+
+
+def _exit_with_daemon(fd: int, leaving: threading.Event) -> None:
     """End the process as soon as the daemon's end is closed, also in the middle of a long kernel."""
     poll = select.poll()
     poll.register(fd, select.POLLHUP | select.POLLRDHUP)
     while not poll.poll():
         pass
-    os._exit(0)
+    if not leaving.is_set():    # a daemon that has read the last words may hang up before the exit code is out
+        os._exit(0)
 
 
 def _name_process(name: str) -> None:

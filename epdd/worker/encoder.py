@@ -184,9 +184,11 @@ class Encoder:
             for item in batch:      # the innocent must not fail with the culprit
                 self._encode([item], time.monotonic())
             return
-        for (job, _), embedding in zip(batch, embeddings):
+        # Each image is told its share of the step: the daemon's time models are per image.
+        per_patch = (time.monotonic() - start) / sum(len(patches) for _, patches in batch)
+        for (job, patches), embedding in zip(batch, embeddings):
             self._steps += 1
-            self._answer(job.message, embedding, time.monotonic() - start)
+            self._answer(job.message, embedding, per_patch * len(patches))
 
     def _answer(self, message: wire.Encode, embedding: torch.Tensor, seconds: float) -> None:
         try:

@@ -22,6 +22,7 @@ from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
 
+FULL_CONTEXTS_MAX = 16          # of KV memory by default: a tiny model would touch gigabytes it never uses
 KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
 
 
@@ -242,9 +243,10 @@ class Engine:
         self._send(last)
 
     def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
-        """Tokens of KV cache: as told, or what the bytes hold, and no more than can ever be used."""
+        """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
         each = kv.bytes_per_token(self._text.config, self.dtype)
-        tokens = spec.kv_tokens or (spec.kv_bytes or KV_BYTES_DEFAULT) // each
+        tokens = spec.kv_tokens or min((spec.kv_bytes or KV_BYTES_DEFAULT) // each,
+                                       FULL_CONTEXTS_MAX * (context + KV_UNIT))
         tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")

@@ -36,12 +36,13 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
 def pack(module: nn.Module) -> None:
     """Exchange the Linear layers under `module`, where this CPU's oneDNN can."""
-    places = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()
+    # Names, not layers: each layer's old weights must be freed before the next one's copy is made.
+    places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
               if isinstance(child, nn.Linear) and child.weight.device.type == "cpu"]
-    if not places or not _works(places[0][2]):
+    if not places or not _works(getattr(*places[0])):
         return
-    for parent, name, child in places:
-        setattr(parent, name, PackedLinear(child))
+    for parent, name in places:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
     _drop_file_pages()
 
 

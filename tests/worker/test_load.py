@@ -94,3 +94,28 @@ def test_weights_of_the_kept_type_stay_file_pages(checkpoint: Callable[..., str]
                 assert "model.safetensors" in line
                 return
     pytest.fail("the weight is not mapped at all")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_published_checkpoints_of_the_older_layout_load(checkpoint: Callable[..., str], tmp_path: Path,
+                                                        family: str) -> None:
+    """Names and config as Qwen published them before transformers 4.52: no prefix, text fields at the top."""
+    source = Path(checkpoint(family))
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+           for name, tensor in weights.items()}
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    text["rope_theta"] = 1e6
+    (tmp_path / "config.json").write_text(json.dumps(text | config))
+    vision = load.load_vision(str(tmp_path), "auto", "cpu")
+    language = load.load_language(str(tmp_path), "auto", "cpu", "sdpa")
+    whole = checkpoints.whole_model(str(source))
+    assert all(torch.equal(p, dict(whole.model.visual.named_parameters())[n]) for n, p in vision.named_parameters())
+    ids = torch.arange(1, 60)[None]
+    with torch.inference_mode():
+        assert torch.equal(language(input_ids=ids).logits, whole(input_ids=ids).logits)

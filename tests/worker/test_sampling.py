@@ -31,7 +31,8 @@ def drawn(chooser: Sampler, logits: torch.Tensor, n: int) -> list[int]:
 def test_one_candidate_is_greedy(logits: torch.Tensor, seed: int) -> None:
     best = logits.max()
     for options in ({"top_k": 1}, {"temperature": 0.0}, {"top_p": 1e-9}, {"min_p": 1.0}):
-        assert logits[sampler(seed=seed, **options).choose(logits)] == best
+        # Logits closer than float32's resolution have one probability: each of them is the best.
+        assert logits[sampler(seed=seed, **options).choose(logits)] >= best - 1e-5
 
 
 @settings(deadline=None)

@@ -39,6 +39,7 @@ from epdd.wire import WorkerSpec
 logger = logging.getLogger(__name__)
 
 STATUS_S = 5.0              # how often systemd's status text is refreshed without a change
+CLOSE_S = 2.0               # at stop: for answers to leave once all workers are gone; aiohttp's 60 s are systemd's too
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,7 +113,8 @@ class Daemon:
     async def run(self) -> int:
         """Serve until told to stop.  Raises StartupError."""
         self._handle_signals()
-        runner = web.AppRunner(app.build(self._context), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(app.build(self._context), handler_cancellation=True, access_log=None,
+                               shutdown_timeout=CLOSE_S)
         await runner.setup()
         _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
         admin: AdminServer | None = None
@@ -176,7 +178,8 @@ class Daemon:
 
     def _reload(self) -> None:
         """SIGHUP: take what can change while running; a broken file changes nothing."""
-        systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+        if self._announced:
+            systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
             fresh, _ = config.load(self._arguments)
         except ConfigError as error:
@@ -187,7 +190,8 @@ class Daemon:
             self._pipeline.fleet_changed()
             logger.info("reloaded policy=%s ratio=%s level=%s", fresh.router.policy, fresh.router.ratio or "auto",
                         fresh.log.level)
-        systemd.notify(READY="1")
+        if self._announced:     # before that it would say that the start is over
+            systemd.notify(READY="1")
 
     def _verbs(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
         """What epdctl may ask for."""

@@ -21,7 +21,9 @@ from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_MAX = 2            # an image that cost two workers their lives is not tried on a third
+# An image that cost two workers their lives is not tried on a third.  The second time it goes alone, so that the
+# innocent who were with it the first time do not fail with it.
+ATTEMPTS_MAX = 2
 PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
 PATIENCE_MIN_S = 60.0       # and at least this
 
@@ -54,15 +56,17 @@ class Encoding:
         self.table.put(Job(embedding, request_id, images))
 
     def abandon(self, embedding: Embedding) -> None:
-        """Nobody wants it any more: if it is in flight, tell the worker."""
+        """Nobody wants it any more: out of the queue, or if it is in flight, tell the worker."""
         job = self.table.find(embedding)
-        if job is not None and job.work is not None:
+        if job is None:
+            self.table.drop(embedding)
+        elif job.work is not None:
             job.work.cancel()
 
     def pump(self) -> None:
         """Hand over whatever can start now.  Called after every change of queue or fleet."""
         workers = {worker.name: worker for worker in self._supervisor.role("encoder")}
-        if all(worker.state is State.FAILED for worker in workers.values()):
+        if self._supervisor.stopping or all(worker.state is State.FAILED for worker in workers.values()):
             for lost in self.table.take_all():
                 self._leases.failed(lost.embedding, NoWorker("no encoder can be started"))
             return
@@ -103,13 +107,14 @@ class Encoding:
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
             if embedding.refs:
+                job.attempts -= 1
                 self.table.put(job, first=True)
         elif isinstance(event, EpddError):
             if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.refs:
                 log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
                 self.table.put(job, first=True)
             else:
-                self._leases.failed(embedding, event)
+                self._leases.failed(embedding, _given_up(event))
         self.pump()
 
     def _encoded(self, job: Job, worker: Worker, event: Encoded) -> None:
@@ -144,8 +149,9 @@ class Encoding:
         left = sum(model.predict(other.embedding.image.patches) for other in held)
         if held:
             left = max(0.0, left - (now - held[0].started))
+        alone = job is not None and job.attempts > 0 or any(other.attempts > 1 for other in held)
         return Candidate(worker.name, worker.kind, sum(other.cost(self.unit) for other in held),
-                         free=len(held) < self._slots, seconds_left=left,
+                         free=len(held) < (1 if alone else self._slots), seconds_left=left,
                          seconds_for_job=model.predict(job.embedding.image.patches) if job else 0.0)
 
     def measured_ratio(self) -> float | None:
@@ -162,3 +168,11 @@ class Encoding:
     def ratio(self) -> float:
         """R in force: set by the operator, else measured, else 1."""
         return self._ratio_set or self.measured_ratio() or 1.0
+
+
+def _given_up(error: EpddError) -> EpddError:
+    """`error`, or for a loss one that says: not once more, not even by the request."""
+    if isinstance(error, WorkerLost):
+        error = WorkerLost(error.message)
+        error.retryable = False
+    return error

@@ -75,6 +75,7 @@ class Leases:
         self.cache_limit = min(cache_bytes, self._extents.size)
         self._entries: dict[str, Embedding] = {}
         self._idle: OrderedDict[str, Embedding] = OrderedDict()     # ready and unwanted, oldest first
+        self.cached_bytes = 0               # of those; summing them up for each release would be milliseconds
         self._waiting: deque[asyncio.Event] = deque()
         self.counts = CacheCounts()
 
@@ -160,13 +161,21 @@ class Leases:
 
     def _want(self, embedding: Embedding) -> None:
         embedding.refs += 1
-        self._idle.pop(embedding.key, None)
+        self._unrest(embedding)
 
     def _unwant(self, embedding: Embedding) -> None:
         embedding.refs -= 1
         assert embedding.refs >= 0, "released more often than acquired"
         if embedding.refs == 0 and embedding.ready and not embedding.dropped:
-            self._idle[embedding.key] = embedding
+            self._rest(embedding)
+
+    def _rest(self, embedding: Embedding) -> None:
+        self._idle[embedding.key] = embedding
+        self.cached_bytes += self._extents.rounded(embedding.lease.size)
+
+    def _unrest(self, embedding: Embedding) -> None:
+        if self._idle.pop(embedding.key, None) is not None:
+            self.cached_bytes -= self._extents.rounded(embedding.lease.size)
 
     def release(self, embedding: Embedding) -> None:
         """The request needs it no more.  A ready one stays as cache; one that failed or was never begun goes."""
@@ -204,7 +213,7 @@ class Leases:
         # The file was needed to encode it; kept with the cache it would be most of the daemon's memory.
         embedding.image = replace(embedding.image, data=b"")
         if embedding.refs == 0:
-            self._idle[embedding.key] = embedding
+            self._rest(embedding)
             self._trim()
         embedding._wake()
         self._freed()
@@ -221,7 +230,7 @@ class Leases:
         if embedding.dropped:
             return
         embedding.dropped = True
-        self._idle.pop(embedding.key, None)
+        self._unrest(embedding)
         if self._entries.get(embedding.key) is embedding:
             del self._entries[embedding.key]
         if embedding.holds == 0:
@@ -230,11 +239,6 @@ class Leases:
     @property
     def used_bytes(self) -> int:
         return self._extents.size - self._extents.free
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of ready embeddings that nobody uses at the moment."""
-        return sum(self._extents.rounded(e.lease.size) for e in self._idle.values())
 
     @property
     def entries(self) -> int:

@@ -57,7 +57,7 @@ class Pipeline:
                         yield answer
                 return
             except WorkerLost as error:
-                if started or attempt == ATTEMPTS_MAX:
+                if started or attempt == ATTEMPTS_MAX or not error.retryable:
                     raise
                 log.warning("%s is placed again: %s", request.id, error.message)
 
@@ -109,7 +109,7 @@ class Pipeline:
             ready = [worker for worker in workers if worker.takes_work]
             if ready:
                 return min(ready, key=lambda worker: worker.in_flight_cost)
-            if all(worker.state is State.FAILED for worker in workers):
+            if self._supervisor.stopping or all(worker.state is State.FAILED for worker in workers):
                 raise NoWorker("no prefill-decode worker can be started")
             self._changed.clear()
             await self._changed.wait()

@@ -22,7 +22,7 @@ class Job:
     embedding: Embedding
     request_id: str
     images: int                     # images of its request: a request in flight is split over them
-    attempts: int = 0               # times handed to a worker
+    attempts: int = 0               # times handed to a worker, less those it was cut short
     worker: str | None = None       # while in flight
     work: Work | None = None
     started: float = 0.0            # time.monotonic() of the hand-over
@@ -55,6 +55,13 @@ class JobTable:
         while self._waiting and self._waiting[0].embedding.dropped:
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
+
+    def drop(self, embedding: Embedding) -> None:
+        """Forget the job that waits for an embedding, and with it the image's bytes."""
+        for job in self._waiting:
+            if job.embedding is embedding:
+                self._waiting.remove(job)
+                return
 
     def hand_over(self, job: Job, worker: str) -> None:
         """The head goes to a worker."""

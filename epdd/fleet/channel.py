@@ -7,6 +7,7 @@ worker may still touch the work's leases, so whoever holds them for it lets go i
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from epdd.errors import EpddError, ProtocolError
 from epdd.wire import (Beat, Cancel, Cancelled, Done, Encode, Encoded, Failed, FromWorker, Generate, Loading,
                        Prefilled, Ready, Tokens, pack, read_from_worker)
 
+log = logging.getLogger(__name__)
+
 Event = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
 LAST = (Encoded, Done, Failed, Cancelled, EpddError)
+ANSWERS = {Encode: (Encoded, Failed, Cancelled), Generate: (Prefilled, Tokens, Done, Failed, Cancelled)}
 
 
 class Work:
@@ -25,6 +29,7 @@ class Work:
     def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, patience_s: float,
                  sink: Callable[[Event], None]) -> None:
         self.id = message.id
+        self.answers = ANSWERS[type(message)]   # what a worker may say to it
         self.cost = cost                    # patches or tokens
         self.patience_s = patience_s        # silence of the worker that this work excuses
         self.started = time.monotonic()
@@ -56,7 +61,11 @@ class Work:
         # The sink first: it decides what becomes of a lease before the holds on it are let go.
         last = isinstance(event, LAST)
         self.ended = self.ended or last
-        self._sink(event)
+        try:
+            self._sink(event)
+        except Exception:
+            # A bug of ours: it must not keep the leases, nor the other works of a lost worker from ending.
+            log.exception("%s was not taken by work %s", type(event).__name__, self.id)
         if last:
             for call in self._on_end:
                 call()
@@ -97,6 +106,8 @@ class Channel:
         work = self.works.get(message.id)
         if work is None:
             raise ProtocolError(f"{type(message).__name__} for unknown work {message.id!r}")
+        if not isinstance(message, work.answers):
+            raise ProtocolError(f"{type(message).__name__} is no answer to work {message.id!r}")
         if isinstance(message, LAST):
             del self.works[message.id]
         work.deliver(message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 from importlib import import_module
@@ -14,10 +15,12 @@ from typing import Any
 
 import multiprocess
 from multiprocess import forkserver, reduction
+from multiprocess import process as processes
 
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
+KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
 
 
 class _Descriptor:
@@ -47,17 +50,30 @@ class ForkServer:
                                         args=(spec, _Descriptor(worker_end.fileno()), _Descriptor(arena_fd)))
         # start() blocks until the fork server answers, which at the first time is seconds.
         await asyncio.get_running_loop().run_in_executor(None, process.start)
+        # Off multiprocess's list: the next start, in another thread, would look for an exit code there too,
+        # and only one of two readers gets it.
+        processes._children.discard(process)
         return Process(process)
 
     def stop(self) -> None:
-        """End the fork server, also in the middle of its imports; its children are not touched."""
+        """End the fork server, also in the middle of its imports; its children are not touched.
+
+        The next spawn starts another.
+        """
         # multiprocess has no public way; without it a stop while torch loads would wait for the imports.
         pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-        if pid is not None:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        if pid is None:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # Until it is gone multiprocess would send it the next spawn.
+        gone = select.poll()
+        gone.register(pidfd, select.POLLIN)
+        gone.poll(KILL_WAIT_S * 1000)
+        os.close(pidfd)
 
 
 class Process:

@@ -34,7 +34,7 @@ class Supervisor:
         self._config = config
         self._fork_server = fork_server
         self._on_change = on_change
-        self._stopping = False
+        self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -55,15 +55,21 @@ class Supervisor:
     def drain(self, name: str) -> None:
         """Let a worker finish what it has and give it nothing new."""
         worker = self.find(name)
+        if worker.state in (State.READY, State.GONE):
+            worker.drained = True
         if worker.state is State.READY:
             self._set(worker, State.DRAINING)
 
     def resume(self, name: str) -> None:
         """Undo `drain`; a FAILED worker is tried again from nothing."""
         worker = self.find(name)
+        worker.drained = False
         if worker.state is State.DRAINING:
             self._set(worker, State.READY)
-        elif worker.state is State.FAILED:
+        elif worker.state is State.FAILED and not self.stopping:
+            # Not FAILED from here on, or a second resume would put a second process beside it.
+            self._set(worker, State.STARTING)
+            self._tasks = [task for task in self._tasks if not task.done()]
             self._tasks.append(asyncio.create_task(self._keep(worker), name=worker.name))
 
     def restart(self, name: str) -> None:
@@ -77,7 +83,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End all workers and wait until they are gone."""
-        self._stopping = True
+        self.stopping = True
         processes = [worker.process for worker in self.workers if worker.process]
         for worker in self.workers:
             if worker.channel is not None:
@@ -89,6 +95,10 @@ class Supervisor:
         for task in self._tasks:
             if task.get_name() not in living:
                 task.cancel()
+        for worker in self.workers:
+            if worker.process is None and worker.state is not State.FAILED:
+                worker.state = State.GONE
+            self._tell(worker)      # who waits for one to come back learns that none will
         if not living:
             self._fork_server.stop()        # it may be in the middle of its imports
         if self._tasks:
@@ -101,9 +111,9 @@ class Supervisor:
     async def _keep(self, worker: Worker) -> None:
         """Bring `worker` up again and again until the daemon stops or the worker is given up."""
         failures = 0
-        while not self._stopping:
+        while not self.stopping:
             exit_code = await self._live_once(worker)
-            if self._stopping:
+            if self.stopping:
                 break
             if worker.ready is not None:
                 failures = 0
@@ -130,23 +140,31 @@ class Supervisor:
         worker.loading = Loading("forking", 0.0)
         worker.beat = Beat(0)
         worker.restarting = False
+        worker.began = time.monotonic()
         self._set(worker, State.STARTING)
-        ours, theirs = socket_pair()
-        ours.setblocking(False)
         try:
-            process = await self._fork_server.spawn(worker.spec, theirs, self._arena_fd)
+            process, ours = await self._spawn(worker)
         except (OSError, EOFError) as error:
-            ours.close()
             worker.last_error = f"cannot fork: {error}"
+            self._set(worker, State.GONE)
             return 1
-        finally:
-            theirs.close()
         worker.process, worker.channel = process, Channel(ours)
-        if self._stopping:
+        if self.stopping:
             process.terminate()
-        return await self._serve(worker, process, worker.channel, ours)
+        return await self._serve(worker, process, worker.channel)
 
-    async def _serve(self, worker: Worker, process: Process, channel: Channel, ours: socket.socket) -> int:
+    async def _spawn(self, worker: Worker) -> tuple[Process, socket.socket]:
+        """A process and our end of its socket.  Raises OSError, EOFError (the fork server died)."""
+        ours, theirs = socket_pair()
+        with theirs:
+            try:
+                ours.setblocking(False)
+                return await self._fork_server.spawn(worker.spec, theirs, self._arena_fd), ours
+            except BaseException:
+                ours.close()
+                raise
+
+    async def _serve(self, worker: Worker, process: Process, channel: Channel) -> int:
         reading = asyncio.create_task(channel.read(lambda message: self._heard(worker, message)))
         exiting = asyncio.create_task(process.wait())
         try:
@@ -181,32 +199,52 @@ class Supervisor:
             if message.stage == "weights" and quarters[0] != quarters[1]:
                 log.info("%s loading stage=%s done=%.0f%%", worker.name, message.stage, 100 * message.done)
             worker.loading = message
-            self._on_change(worker)
+            self._tell(worker)
         elif isinstance(message, Failed):
             worker.last_error = message.message
-        elif not self._stopping:
+        elif not self.stopping:
             worker.ready, worker.was_ready, worker.last_error = message, True, ""
             if message.binding.warning:
                 log.warning("%s %s", worker.name, message.binding.warning)
             log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,
                      worker.process and worker.process.pid, message.binding.cpus, message.dtype)
-            self._set(worker, State.READY)
+            self._set(worker, State.DRAINING if worker.drained else State.READY)
 
     async def _watch(self) -> None:
-        """Kill workers that are silent for too long: alive is not the same as working."""
-        while not self._stopping:
+        """Kill workers that are silent or starting for too long: alive is not the same as working."""
+        looked = time.monotonic()
+        while not self.stopping:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
+            if now - looked > 2 * WATCH_S:
+                self._excuse(now - looked, now)
+            looked = now
             for worker in self.workers:
-                if worker.process is None or worker.channel is None:
-                    continue
-                starting = worker.state is State.STARTING
-                silent = now - worker.channel.last_heard
-                if (starting and silent > self._config.start_timeout_s) or \
-                        worker.silence_s(now) > self._config.stall_s:
+                if worker.state is State.STARTING:
+                    self._watch_start(worker, now - worker.began)
+                elif worker.process and worker.channel and worker.silence_s(now) > self._config.stall_s:
+                    silent = now - worker.channel.last_heard
                     worker.last_error = f"silent for {silent:.0f} s"
                     log.error("%s silent seconds=%.0f, killing it", worker.name, silent)
                     worker.process.kill()
+
+    def _watch_start(self, worker: Worker, seconds: float) -> None:
+        if seconds <= self._config.start_timeout_s:
+            return
+        worker.last_error = f"not ready after {seconds:.0f} s"
+        log.error("%s not ready seconds=%.0f, killing it", worker.name, seconds)
+        if worker.process is not None:
+            worker.process.kill()
+        else:
+            self._fork_server.stop()        # it never forked: only another can
+
+    def _excuse(self, seconds: float, now: float) -> None:
+        """The daemon itself stood still (a frozen container, a stopped process): it could hear nobody meanwhile."""
+        log.warning("epdd stood still seconds=%.1f", seconds)
+        for worker in self.workers:
+            worker.began = min(now, worker.began + seconds)
+            if worker.channel is not None:
+                worker.channel.last_heard = min(now, worker.channel.last_heard + seconds)
 
     @property
     def progressing(self) -> bool:
@@ -217,7 +255,14 @@ class Supervisor:
     def _set(self, worker: Worker, state: State) -> None:
         if worker.state is not state:
             worker.state = state
+            self._tell(worker)
+
+    def _tell(self, worker: Worker) -> None:
+        try:
             self._on_change(worker)
+        except Exception:
+            # A fault of who listens (a terminal that is gone, say) must not cost the worker or its keeper.
+            log.exception("%s change was not taken", worker.name)
 
 
 def describe_exit(code: int) -> str:
@@ -225,7 +270,8 @@ def describe_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return "killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer)"
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name
     return f"exit code {code}"
 
 

@@ -53,6 +53,8 @@ class Worker:
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
         self.restarting = False                 # an operator asked for it
+        self.drained = False                    # an operator took it out of rotation; outlives the process
+        self.began = time.monotonic()           # of the last start
         self.restarts = 0
         self.done = 0                           # works ended well
         self.failed = 0

@@ -7,6 +7,7 @@ import grp
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class AdminServer:
         """Remove the socket of a daemon that was killed; never that of a living one."""
         if not self.path.exists():
             return
+        if not stat.S_ISSOCK(self.path.stat().st_mode):
+            raise StartupError(f"admin.socket: {self.path} is there and no socket")
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(self.path))

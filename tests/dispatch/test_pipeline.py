@@ -107,8 +107,118 @@ async def test_an_image_that_kills_two_encoders_is_given_up():
         with pytest.raises(WorkerLost):
             await fleet.ask(request("r", b"poison"))
         await fleet.ready()
+        assert sum(worker.restarts for worker in fleet.supervisor.role("encoder")) == 2
         assert await fleet.ask(request("next", b"good")) == [expected(b"good")]
         await fleet.at_rest()
+
+
+async def test_the_innocent_do_not_fail_with_the_image_that_kills():
+    async with running(encoders=1, deadly="poison") as fleet:
+        answers = await asyncio.gather(*(fleet.ask(request(f"r{i}", image)) for i, image in enumerate(
+            [b"poison", b"good", b"fine"])), return_exceptions=True)
+        assert isinstance(answers[0], WorkerLost)
+        assert answers[1:] == [[expected(b"good")], [expected(b"fine")]]
+        await fleet.ready()
+        assert fleet.supervisor.find("encoder/0").restarts == 2
+        await fleet.at_rest()
+
+
+async def test_an_image_that_kills_is_tried_again_without_company():
+    async with running(encoders=2, deadly="poison") as fleet:
+        fleet.supervisor.drain("encoder/1")
+        asks = [asyncio.create_task(fleet.ask(request(name, name.encode()))) for name in ("poison", "good")]
+        while fleet.supervisor.find("encoder/0").in_flight < 2:
+            await asyncio.sleep(0)
+        fleet.supervisor.resume("encoder/1")        # where both go when encoder/0 has died over the first
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        assert isinstance(answers[0], WorkerLost) and answers[1] == [expected(b"good")]
+        await fleet.at_rest()
+
+
+async def test_an_encoder_is_handed_one_image_ahead_and_no_more():
+    async with running(encoders=1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        ask = asyncio.create_task(fleet.ask(request("r", *(b"%d" % i for i in range(9)))))
+        while not ask.done():
+            assert worker.in_flight == len(fleet.encoding.table.on("encoder/0")) <= 2
+            await asyncio.sleep(0)
+        assert await ask == [expected(*(b"%d" % i for i in range(9)))]
+
+
+async def test_leases_are_let_go_when_the_prompt_is_read_not_when_the_answer_ends():
+    async with running(token_s=0.05) as fleet:
+        answers = fleet.pipeline.run(request("r", b"a", b"b", max_tokens=200))
+        await anext(answers)
+        assert [(e.refs, e.holds) for e in fleet.leases._entries.values()] == [(0, 0), (0, 0)]
+        await answers.aclose()
+        await fleet.at_rest()
+
+
+async def test_an_image_cut_short_and_wanted_again_has_lost_no_try():
+    async with running(encoders=1, encode_s=0.2) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        ahead = asyncio.create_task(fleet.ask(request("ahead", b"first")))
+        leaving = asyncio.create_task(fleet.ask(request("r0", b"same")))
+        while worker.in_flight < 2:
+            await asyncio.sleep(0)
+        job = fleet.encoding.table.on("encoder/0")[1]
+        leaving.cancel()
+        coming = asyncio.create_task(fleet.ask(request("r1", b"same")))
+        assert await asyncio.gather(ahead, coming) == [[expected(b"first")], [expected(b"same")]]
+        assert job.attempts == 1
+        await fleet.at_rest()
+
+
+async def test_a_request_that_leaves_takes_its_images_out_of_the_queue():
+    async with running(encoders=1) as fleet:
+        fleet.supervisor.drain("encoder/0")
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(9)]
+        while len(list(fleet.encoding.table.waiting())) < 9:
+            await asyncio.sleep(0)
+        for ask in asks[1:]:
+            ask.cancel()
+        await asyncio.wait(asks[1:])
+        assert len(fleet.encoding.table._waiting) == 1      # the others' files are memory that nobody counts
+        fleet.supervisor.resume("encoder/0")
+        assert await asks[0] == [expected(b"0")]
+        await fleet.at_rest()
+
+
+@pytest.mark.parametrize("manners", [{"encode_s": 0.2}, {"token_s": 0.2}])
+async def test_a_stop_ends_every_request(manners):
+    async with running(encoders=1, **manners) as fleet:
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i, max_tokens=99))) for i in range(4)]
+        while not fleet.supervisor.find("encoder/0").in_flight:
+            await asyncio.sleep(0)
+        await fleet.supervisor.stop()
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*asks, return_exceptions=True)
+        assert all(isinstance(answer, (NoWorker, WorkerLost)) for answer in answers)
+        await fleet.at_rest()
+
+
+async def test_a_stop_ends_a_request_that_waits_for_a_worker_to_come_back():
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "failures_max": 99}, "test")
+    async with running(encoders=0, config=config) as fleet:
+        worker = fleet.supervisor.find("pd/0")
+        fleet.supervisor._fork_server = NoForks()
+        worker.process.kill()
+        while worker.process is not None or worker.state is not State.GONE:
+            await asyncio.sleep(0.01)
+        ask = asyncio.create_task(fleet.ask(request("r")))
+        await asyncio.sleep(0)
+        await fleet.supervisor.stop()
+        with pytest.raises(NoWorker):
+            async with asyncio.timeout(10):
+                await ask
+
+
+class NoForks:
+    async def spawn(self, *args):
+        raise OSError("no process")
+
+    def stop(self):
+        pass
 
 
 async def test_a_request_lost_before_its_first_token_is_placed_again():

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from multiprocess import forkserver
 
 from epdd.config import Config
 from epdd.errors import NotFound, WorkerLost
+from epdd.fleet import supervisor
 from epdd.fleet.supervisor import describe_exit
 from epdd.fleet.worker import State
-from tests.dispatch.fleet import expected, request, running
+from tests.dispatch.fleet import FORK_SERVER, expected, request, running
 
 
 async def test_a_killed_worker_is_back_with_a_new_pid():
@@ -75,9 +77,149 @@ async def test_restart_is_a_new_process_and_drain_shows():
             fleet.supervisor.drain("encoder/7")
 
 
+async def back(fleet, worker, pid, state=State.READY):
+    """Until `worker` is another process than `pid`, in `state`."""
+    async with asyncio.timeout(20):
+        while worker.process is None or worker.process.pid == pid or worker.state is not state:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 3])
+async def test_no_signal_costs_the_worker_its_keeper(number):
+    async with running(encoders=1, encode_s=0.2) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        pid = worker.process.pid
+        ask = asyncio.create_task(fleet.ask(request("r", b"a")))
+        while not worker.in_flight:
+            await asyncio.sleep(0.01)
+        os.kill(pid, number)
+        assert await ask == [expected(b"a")]
+        assert worker.process.pid != pid
+
+
+async def test_a_listener_that_fails_costs_no_worker():
+    async with running(encoders=1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        listens = fleet.supervisor._on_change
+
+        def fails(worker):
+            listens(worker)
+            raise OSError("the terminal is gone")
+
+        fleet.supervisor._on_change = fails
+        pid = worker.process.pid
+        worker.process.kill()
+        await back(fleet, worker, pid)
+        assert worker.restarts == 1 and await fleet.ask(request("r", b"a")) == [expected(b"a")]
+
+
+async def test_no_descriptor_left_is_a_failure_like_others(monkeypatch):
+    config = Config().with_values("fleet", {"backoff_s": 0.01}, "test")
+    async with running(encoders=1, config=config) as fleet:
+        worker, real = fleet.supervisor.find("encoder/0"), supervisor.socket_pair
+
+        def full():
+            monkeypatch.setattr(supervisor, "socket_pair", real)
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(supervisor, "socket_pair", full)
+        pid = worker.process.pid
+        worker.process.kill()
+        await back(fleet, worker, pid)
+        assert worker.restarts == 2
+
+
+async def test_resumed_twice_is_one_process():
+    async with running(encoders=1, pds=0, bad_start=78) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        async with asyncio.timeout(20):
+            while worker.state is not State.FAILED:
+                await asyncio.sleep(0.01)
+        fleet.supervisor.resume("encoder/0")
+        fleet.supervisor.resume("encoder/0")
+        assert worker.state is State.STARTING
+        assert [task.get_name() for task in fleet.supervisor._tasks if not task.done()] == ["watch", "encoder/0"]
+
+
+async def test_out_of_rotation_also_after_a_crash_and_until_resumed():
+    async with running(encoders=1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        fleet.supervisor.drain("encoder/0")
+        pid = worker.process.pid
+        worker.process.kill()
+        await back(fleet, worker, pid, State.DRAINING)
+        fleet.supervisor.resume("encoder/0")
+        assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
+
+
+async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.1)
+    config = Config().with_values("fleet", {"stall_s": 2.0}, "test")
+    async with running(encoders=1, config=config) as fleet:
+        workers = fleet.supervisor.workers
+        before = [worker.process.pid for worker in workers]
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        thawed = time.monotonic()
+        for pid in before:
+            os.kill(pid, signal.SIGCONT)
+        while any(worker.channel.last_heard < thawed for worker in workers):
+            await asyncio.sleep(0.01)
+            assert [worker.last_error for worker in workers] == ["", ""]
+        assert [worker.process.pid for worker in workers] == before
+
+
+class Stuck:
+    """A fork server that never answers until it is ended; then another is in its place."""
+
+    def __init__(self, gone):
+        self.gone = gone
+
+    async def spawn(self, *args):
+        await self.gone.wait()
+        raise EOFError
+
+    def stop(self):
+        self.gone.set()
+
+
+async def test_a_fork_server_that_never_answers_is_replaced(monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.02)
+    async with running(encoders=1, config=Config().with_values("fleet", {"backoff_s": 0.01}, "test")) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        stuck = fleet.supervisor._fork_server = Stuck(asyncio.Event())
+        pid = worker.process.pid
+        worker.process.kill()
+        async with asyncio.timeout(20):
+            while worker.state is not State.STARTING:
+                await asyncio.sleep(0.01)
+            worker.began -= Config().fleet.start_timeout_s
+            await stuck.gone.wait()
+        fleet.supervisor._fork_server = FORK_SERVER
+        await back(fleet, worker, pid)
+
+
+async def test_the_fork_servers_death_costs_nothing_but_time():
+    async with running(encoders=1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
+        pid = worker.process.pid
+        worker.process.kill()
+        await back(fleet, worker, pid)
+
+
+async def test_a_stopped_fork_server_is_gone_when_the_next_is_asked_for():
+    async with running(encoders=1):
+        pid = forkserver._forkserver._forkserver_pid
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_exits_are_told_in_words():
     assert "OOM" in describe_exit(-9)
     assert describe_exit(-15) == "ended by SIGTERM"
+    assert describe_exit(-37) == "ended by signal 37"
     assert describe_exit(78) == "exit code 78"
 
 

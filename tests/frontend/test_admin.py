@@ -66,3 +66,11 @@ async def test_a_living_daemons_socket_is_kept_and_a_dead_ones_replaced(server, 
     assert (await ask(third, b'{"verb": "ok"}'))["result"] is True
     await third.stop()
     assert not stale.exists()
+
+
+async def test_a_file_in_the_sockets_place_is_kept(tmp_path):
+    path = tmp_path / "notes"
+    path.write_text("precious")
+    with pytest.raises(StartupError, match="no socket"):
+        await AdminServer(path, Admin(), {}).start()
+    assert path.read_text() == "precious"

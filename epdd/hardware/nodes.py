@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from epdd.hardware import sysfs
+from epdd.hardware import binding, sysfs
 from epdd.hardware.topology import NumaNode
 
 _UNLIMITED = 1 << 60        # cgroup v1 writes a number near 2^63 for "no limit"
@@ -19,7 +19,7 @@ def read(sysroot: Path, usable: Collection[int]) -> tuple[NumaNode, ...]:
     listed = sysfs.numbers(folder / "online")
     ids = [i for i in paths if listed is None or i in listed]
     with_memory = sysfs.numbers(folder / "has_memory")
-    allowed = _allowed_memory(sysroot)
+    allowed = binding.allowed_nodes(sysroot / "proc/self") or None
     return tuple(
         NumaNode(id=i,
                  cpus=tuple(sorted(_cpus(paths[i]).intersection(usable))),
@@ -45,13 +45,6 @@ def memory(sysroot: Path) -> int | None:
     total = _meminfo(sysroot / "proc/meminfo")
     known = [value for value in (total, _cgroup_limit(sysroot)) if value is not None]
     return min(known, default=None)
-
-
-def _allowed_memory(sysroot: Path) -> set[int] | None:
-    """Nodes that a cpuset lets this process take memory from."""
-    status = sysfs.text(sysroot / "proc/self/status") or ""
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
-    return sysfs.parse(found[1]) if found else None
 
 
 def _cpus(path: Path) -> set[int]:

@@ -40,7 +40,10 @@ class Seating:
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("the look at the workers' seats failed")      # a bug of ours: the next look may do better
 
     async def look(self, plan_anew: bool = False) -> None:
         """Act on what has changed; `plan_anew` also where nothing seems to have."""

@@ -54,8 +54,6 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     threading.Thread(target=_exit_with_daemon, args=(os.dup(fd), leaving), daemon=True).start()
     loop = importlib.import_module("epdd.worker.loop")
     connection = loop.Connection(fd)
-    if binding.warning:
-        log.warning("%s: %s", spec.name, binding.warning)
     try:
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.

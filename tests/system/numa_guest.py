@@ -187,7 +187,3 @@ def main():
         "outside the policy": forked(outside_the_policy),
         "running": asyncio.run(running())}
     print(f"\n## FOUND {json.dumps(found)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

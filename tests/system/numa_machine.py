@@ -1,12 +1,14 @@
-"""Boots a real kernel in QEMU with NUMA nodes this machine does not have, and runs a Python program in it.
+"""Boots a real kernel in QEMU with NUMA nodes this machine does not have, and runs a Python module in it.
 
 Two sockets, four NUMA nodes of two CPUs, a fifth node with memory alone, and three display devices in place of
 GPUs: on node 0, on node 2, and on a bus of no node.  The guest's root is this machine's own, read-only over 9p,
-so the program runs on the same interpreter and packages; there is no disk image.  Emulated, never by KVM.
+so it runs on the same interpreter and packages; there is no disk image.  Emulated, never by KVM.
 """
 
 from __future__ import annotations
 
+import lzma
+import platform
 import shutil
 import subprocess
 import sys
@@ -25,7 +27,7 @@ INIT = """#!/bin/sh
 PATH=/bin
 mount -t proc proc /proc
 mount -t devtmpfs dev /dev
-for module in {modules}; do insmod /modules/$module.ko; done
+for module in {modules}; do [ ! -e /modules/$module.ko ] || insmod /modules/$module.ko; done
 mount -t 9p -o trans=virtio,version=9p2000.L,cache=loose,ro,msize=524288 host /root || poweroff -f
 mount -t proc proc /root/proc
 mount -t sysfs sys /root/sys
@@ -34,13 +36,15 @@ mount -o bind /dev /root/dev
 mount -t tmpfs run /root/run
 cd /root
 chroot /root /usr/bin/env -i HOME=/run TMPDIR=/run PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={repository} \\
-    {python} -m {program}
+    {python} -c 'import {program}; {program}.main()'
 poweroff -f
 """
 
 
 def missing() -> str:
     """Why it cannot be booted here, or nothing; may download the kernel."""
+    if platform.machine() != "x86_64":
+        return "the guest runs this machine's programs on an x86-64 kernel"
     for program in ("qemu-system-x86_64", "cpio", "dpkg-deb", "apt-get"):
         if shutil.which(program) is None:
             return f"needs {program} (Debian: qemu-system-x86, cpio)"
@@ -48,7 +52,7 @@ def missing() -> str:
 
 
 def run(program: str, folder: Path) -> str:
-    """What `python -m program` printed in the guest."""
+    """What the module `program`'s main() printed in the guest."""
     (folder / "init").write_text(INIT.format(modules=" ".join(MODULES), repository=REPOSITORY, python=sys.executable,
                                              program=program))
     command = ["qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,la57=off",
@@ -75,8 +79,9 @@ def _fetch() -> str:
         subprocess.run(["dpkg-deb", "-x", package, KERNEL / "unpacked"], check=True)
         package.unlink()
     for name in MODULES:
-        found = next((KERNEL / "unpacked").rglob(f"{name}.ko"))
-        shutil.copy(found, KERNEL)
+        for found in (KERNEL / "unpacked").rglob(f"{name}.ko*"):        # none: built in, or another's part by now
+            content = found.read_bytes()
+            (KERNEL / f"{name}.ko").write_bytes(lzma.decompress(content) if found.suffix == ".xz" else content)
     shutil.copy(next((KERNEL / "unpacked").rglob("bin/busybox")), KERNEL)
     shutil.copy(next((KERNEL / "unpacked/boot").glob("vmlinuz-*")), KERNEL / "vmlinuz")     # last: all is there
     shutil.rmtree(KERNEL / "unpacked")
@@ -90,8 +95,8 @@ def _initrd(folder: Path) -> Path:
     shutil.copy(KERNEL / "busybox", tree / "bin")
     for command in ("sh", "mount", "insmod", "chroot", "poweroff"):
         (tree / "bin" / command).symlink_to("busybox")
-    for name in MODULES:
-        shutil.copy(KERNEL / f"{name}.ko", tree / "modules")
+    for module in KERNEL.glob("*.ko"):
+        shutil.copy(module, tree / "modules")
     shutil.copy(folder / "init", tree)
     for path in (tree / "init", tree / "bin" / "busybox"):
         path.chmod(0o755)

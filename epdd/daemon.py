@@ -60,8 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         size = placement.arena_bytes(settings, topology, family)
 
         def plan() -> list[WorkerSpec]:
-            # The GPUs as at the start: a driver that fails for a moment must not move their workers to CPUs.
-            return placement.plan(probe(gpus_known=topology.gpus), settings, family, size)
+            # The main thread's CPUs, since a thread of the executor may have kept others.  The GPUs as at the start:
+            # a driver that fails for a moment must not move their workers to CPUs.
+            now = probe(affinity=os.sched_getaffinity(os.getpid()), gpus_known=topology.gpus)
+            return placement.plan(now, settings, family, size)
 
         specs = placement.plan(topology, settings, family, size)
         if args.plan:

@@ -165,7 +165,8 @@ class Supervisor:
         worker.process = worker.channel = worker.ready = None
         if not worker.wanted:
             self.workers.remove(worker)
-        self._set(worker, State.GONE)
+        worker.state = State.GONE
+        self._tell(worker)      # told of its end already, a listener did not know yet that it will not come back
 
     def _begin(self, worker: Worker) -> None:
         self._tasks = [task for task in self._tasks if not task.done()]

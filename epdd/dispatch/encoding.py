@@ -146,7 +146,7 @@ class Encoding:
         candidates = [self._candidate(worker, job, now) for worker in self._supervisor.role("encoder")
                       if worker.takes_work]
         waiting = sum(other.cost(self.unit) for other in self.table.waiting() if other is not job)
-        return Pools(candidates, self.ratio(), waiting)
+        return Pools(candidates, self.ratio(), waiting, job.cost(self.unit) if job else 1.0)
 
     def _candidate(self, worker: Worker, job: Job | None, now: float) -> Candidate:
         held, model = self.table.on(worker.name), self.model(worker)

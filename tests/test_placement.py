@@ -100,7 +100,8 @@ def test_without_a_node_that_has_memory_all_cpus_are_one_unbound_domain():
 @pytest.mark.parametrize("topology, asked, words", [
     (machine([4]), {"encoder_threads": 4}, "4 physical cores are free on NUMA node 0; asked for: 1 x pd"),
     (machine([4]), {"pd_threads": 3, "encoder_threads": 2}, "1 x pd with 3 threads and 1 x encoder with 2 threads"),
-    (machine([4], gpu_nodes=[0]), {"pd_workers": 2}, "pd.workers is 2; there are 1 GPUs"),
+    (machine([4], gpu_nodes=[0]), {"pd_workers": 2},
+     "encoder.workers is auto, pd.workers is 2: that takes 2 GPUs; there is 1 GPU"),
     (machine([4]), {"pd_kv_bytes": 999 * GIB}, "pd.kv_bytes is 999 GiB; the machine has 128 GiB"),
     (Topology((), ()), {}, "no CPU"),
 ])

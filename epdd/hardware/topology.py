@@ -130,3 +130,8 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append((number, number))
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def plural(number: int, noun: str) -> str:
+    """"1 core", "2 cores"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -34,6 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("recorded machines")
     width = max(len(machine) for machine, _, _ in rows)
     for machine, summary, wrong in rows:
-        terminalreporter.write_line(f"{'WRONG' if wrong else 'right'}  {machine:{width}}  {'; '.join(wrong) or summary}")
+        verdict = "WRONG" if wrong else "right"
+        terminalreporter.write_line(f"{verdict}  {machine:{width}}  {'; '.join(wrong) or summary}")
     right = sum(not wrong for _, _, wrong in rows)
     terminalreporter.write_line(f"{right} of {len(rows)} right")

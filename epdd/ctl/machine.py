@@ -82,10 +82,12 @@ def _running(args: argparse.Namespace) -> list[Any] | None:
     from epdd.ctl import picture
     try:
         workers = client.ask(client.socket_of(args.socket), "status")["workers"]
+        return [picture.Worker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
+                               worker["state"]) for worker in workers]
     except client.NotRunning:
         return None
-    return [picture.Worker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
-                           worker["state"]) for worker in workers]
+    except KeyError as error:
+        raise client.CtlError(f"the daemon's answer has no {error}; is it of another version?") from None
 
 
 def _machine(args: argparse.Namespace) -> Topology:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TextIO
@@ -148,7 +148,7 @@ class _Picture:
 
     def rest(self) -> list[str]:
         """What hangs on no node with CPUs: memory alone, and GPUs of unknown place."""
-        with_cpus = {cpu.node for cpu in self._topology.cpus}
+        with_cpus = {cpu.node for cpu in self._topology.cpus if cpu.node is not None}
         bare = [f"NUMA node {node.id}, {_memory(node)}{self._nearest(node, with_cpus)}"
                 for node in self._topology.nodes if node.id not in with_cpus]
         lines = _box(self._paint("bold", "no CPUs of their own"), bare, COLUMNS) if bare else []
@@ -159,14 +159,15 @@ class _Picture:
         return lines + (_box(self._paint("bold", "workers not bound to these CPUs"), unplaced, COLUMNS)
                         if unplaced else [])
 
-    def _nearest(self, node: NumaNode, with_cpus: Iterable[int | None]) -> str:
+    def _nearest(self, node: NumaNode, with_cpus: Collection[int]) -> str:
         near = [(distance, other) for other, distance in node.distances if other in with_cpus]
         return f", nearest to node {min(near)[1]}" if near else ""
 
     def key(self, title: str) -> list[str]:
         shared = f", {_SHARED} several workers" if any(
             self._cell(cpu) == _SHARED for cpu in self._topology.cpus) else ""
-        return [self._paint("dim", f"one sign a core: A-Z encoders, 0-9 prefill-decode, {_FREE} free{shared}; {title}")]
+        text = f"one sign a core: A-Z encoders, 0-9 prefill-decode, {_FREE} free{shared}; {title}"
+        return [self._paint("dim", line) for line in textwrap.wrap(text, COLUMNS)]
 
     def tables(self) -> list[str]:
         """Distances of NUMA nodes and links of GPUs, where they tell nodes or GPUs apart."""
@@ -205,9 +206,11 @@ class _Picture:
 
 
 def _memory(node: NumaNode) -> str:
+    if node.memory_bytes == 0:
+        return "no memory"
     if not node.memory_allowed:
         return "memory barred by a cpuset"
-    return "no memory" if node.memory_bytes == 0 else size(node.memory_bytes) if node.memory_bytes else "memory unknown"
+    return size(node.memory_bytes) if node.memory_bytes else "memory unknown"
 
 
 def _matrix(title: str, ids: Sequence[int], cell: Callable[[int, int], str]) -> list[str]:

@@ -80,7 +80,7 @@ def _why(topology: Topology, domains: list[Domain], lost: Collection[int]) -> li
         why.append(f"{plural(topology.cores, 'core')} count, not {len(topology.cpus)} CPUs: "
                    "a second thread on a core would slow the first")
     if lost:
-        why.append(f"{plural(len(lost), 'core')} belong to workers whose cpus are given")
+        why.append(f"{plural(len(lost), 'core')} belong{'s' * (len(lost) == 1)} to workers whose cpus are given")
     if domains and domains[0].node is None:
         why.append("no NUMA node has CPUs and memory: all CPUs count as one, memory is not bound")
     elif any(cpu.node is None for cpu in topology.cpus):
@@ -99,7 +99,7 @@ def _within_quota(topology: Topology, domains: list[Domain], lost: int, why: lis
     left = max(1, int(topology.cpu_quota) - lost)
     if left >= sum(domain.cores for domain in domains):
         return domains
-    why.append(f"{plural(left, 'core')} are used: the cgroup's quota grants the time of {topology.cpu_quota:g} CPUs")
+    why.append(f"{plural(left, 'core')} can be used: the cgroup's quota grants the time of {topology.cpu_quota:g} CPUs")
     kept = []
     for domain in domains:
         if left:
@@ -132,10 +132,10 @@ def _fault(node: NumaNode, topology: Topology) -> str:
         faults.append("no CPUs that this process may use")
     elif not any(cpu.node == node.id for cpu in topology.cpus):
         faults.append("other NUMA nodes claim its CPUs as well")
-    if not node.memory_allowed:
-        faults.append("a cpuset keeps this process from its memory")
-    elif not node.has_memory:
+    if node.memory_bytes == 0:
         faults.append("no memory")
+    elif not node.memory_allowed:
+        faults.append("a cpuset keeps this process from its memory")
     if not faults and topology.cpu_quota is not None:
         faults.append("the cgroup's CPU quota is used up")
     return " and ".join(faults) or "the settings ask for fewer workers or give its cores to others"

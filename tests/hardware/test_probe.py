@@ -1,10 +1,11 @@
 import os
+from dataclasses import replace
 
 import pytest
 
 from epdd.hardware import sysfs
 from epdd.hardware.probe import probe
-from epdd.hardware.topology import Gpu, ranges
+from epdd.hardware.topology import Gpu, HugePages, ranges
 from tests.hardware.trees import tree, two_nodes
 
 
@@ -81,6 +82,102 @@ def test_cpus_that_two_nodes_claim_are_in_none(tmp_path):
 ])
 def test_memory_within_a_cgroup(tmp_path, files, limit):
     assert probe(tree(tmp_path, {"proc/meminfo": "MemTotal: 8388608 kB"} | files)).memory_bytes == limit
+
+
+V2 = {"proc/self/cgroup": "0::/a/b", "proc/mounts": "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/job\n4:cpuset:/job",
+      "proc/mounts": "cgroup /cg/cpu cgroup rw,cpu,cpuacct 0 0\ncgroup /cg/cpuset cgroup rw,cpuset 0 0"}
+
+
+@pytest.mark.parametrize("files, cpus, nodes", [
+    (V2 | {"sys/fs/cgroup/a/b/cpuset.cpus.effective": "1-2", "sys/fs/cgroup/a/b/cpuset.mems.effective": "0",
+           "sys/fs/cgroup/cpuset.cpus.effective": "0-7"}, [1, 2], [0]),
+    (V2 | {"sys/fs/cgroup/a/cpuset.cpus.effective": "4-5", "sys/fs/cgroup/a/b/memory.max": "max"}, [4, 5], [0, 1]),
+    (V1 | {"cg/cpuset/job/cpuset.cpus": "0-7", "cg/cpuset/job/cpuset.effective_cpus": "6-7,99",
+           "cg/cpuset/job/cpuset.mems": "1"}, [6, 7], [1]),
+    ({"proc/self/cpuset": "/dummy", "proc/mounts": "none /dev/cpuset cpuset rw 0 0", "dev/cpuset/dummy/cpus": "0,3",
+      "dev/cpuset/dummy/mems": "0-1"}, [0, 3], [0, 1]),
+    (V2, list(range(8)), [0, 1]),
+])
+def test_a_saved_machine_keeps_its_cpuset(tmp_path, files, cpus, nodes):
+    found = probe(tree(tmp_path, two_nodes() | files))
+    assert [cpu.id for cpu in found.cpus] == cpus
+    assert found.barred == tuple(sorted(set(range(8)) - set(cpus)))
+    assert [node.id for node in found.nodes if node.has_memory] == nodes
+
+
+@pytest.mark.parametrize("files, quota", [
+    (V2 | {"sys/fs/cgroup/a/cpu.max": "250000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 2.5),
+    (V2 | {"sys/fs/cgroup/a/cpu.max": "250000 100000", "sys/fs/cgroup/a/b/cpu.max": "50000 100000"}, 0.5),
+    (V1 | {"cg/cpu/job/cpu.cfs_quota_us": "400000", "cg/cpu/job/cpu.cfs_period_us": "100000"}, 4.0),
+    (V1 | {"cg/cpu/job/cpu.cfs_quota_us": "-1", "cg/cpu/job/cpu.cfs_period_us": "100000"}, None),
+    (V2 | {"sys/fs/cgroup/a/cpu.max": "nonsense"}, None)])
+def test_cpu_quota(tmp_path, files, quota):
+    assert probe(tree(tmp_path, two_nodes() | files)).cpu_quota == quota
+
+
+def test_cpus_that_are_off_are_told(tmp_path):
+    found = probe(tree(tmp_path, two_nodes() | {"sys/devices/system/cpu/online": "0-3,6",
+                                                "sys/devices/system/cpu/present": "0-7"}))
+    assert (found.offline, found.barred) == ((4, 5, 7), ())
+    assert [cpu.siblings for cpu in found.cpus] == [(0,), (1,), (2, 6), (3,), (2, 6)]
+
+
+def test_caches(tmp_path):
+    folder = "sys/devices/system/cpu/cpu{}/cache/index{}/{}"
+    files = two_nodes()
+    for cpu in range(8):
+        core, socket = f"{cpu % 4},{cpu % 4 + 4}", "0-1,4-5" if cpu % 4 < 2 else "2-3,6-7"
+        for index, (level, kind, size, shared) in enumerate([
+                (1, "Data", "48K", core), (1, "Instruction", "32K", core), (3, "Unified", "105M", socket),
+                (2, "Unified", "2048K", core), (3, "Unified", "107520K", socket)]):
+            files |= {folder.format(cpu, index, name): str(value) for name, value in (
+                ("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared))}
+    found = probe(tree(tmp_path, files), affinity=range(7)).caches
+    assert [(cache.level, cache.size_bytes, cache.cpus) for cache in found] == [
+        *((1, 48 << 10, (i, i + 4)) for i in range(3)), (1, 48 << 10, (3,)),
+        *((2, 2 << 20, (i, i + 4)) for i in range(3)), (2, 2 << 20, (3,)),
+        (3, 105 << 20, (0, 1, 4, 5)), (3, 105 << 20, (2, 3, 6))]
+
+
+BASE = "sys/devices/system/cpu/cpufreq/policy{}/base_frequency"
+
+
+@pytest.mark.parametrize("files, slow", [
+    ({"sys/devices/cpu_core/cpus": "0-1,4-5", "sys/devices/cpu_atom/cpus": "2-3,6-7"}, [2, 3, 6, 7]),
+    ({"sys/devices/cpu_atom/cpus": "2", "sys/devices/cpu_lowpower/cpus": "3"}, [2, 3]),
+    ({f"sys/devices/system/cpu/cpu{i}/cpu_capacity": "1024" if i % 4 < 2 else "446" for i in range(8)}, [2, 3, 6, 7]),
+    ({BASE.format(i): "1900000" if i % 4 < 2 else "1400000" for i in range(8)}, []),       # equal cores
+    ({BASE.format(i): "1900000" if i < 3 or i == 4 else "1400000" for i in range(8)}
+     | {f"sys/devices/system/cpu/cpu{i}/topology/core_cpus_list": str(i) for i in (3, 5, 6, 7)}, [3, 5, 6, 7]),
+    ({"sys/devices/cpu_atom/cpus": "0-7"}, []),
+    ({}, [])])
+def test_hybrid_processors(tmp_path, files, slow):
+    found = probe(tree(tmp_path, two_nodes() | files))
+    assert [cpu.id for cpu in found.cpus if cpu.kind == "E"] == slow
+    assert {cpu.kind for cpu in found.cpus if cpu.id not in slow} == {"P" if slow else ""}
+    assert found.hybrid == bool(slow)
+
+
+def test_huge_pages(tmp_path):
+    pages = "{}/hugepages-{}kB/{}_hugepages"
+    machine, node = "sys/kernel/mm/hugepages", "sys/devices/system/node/node1/hugepages"
+    found = probe(tree(tmp_path, two_nodes() | {
+        pages.format(machine, 2048, "nr"): "512", pages.format(machine, 2048, "free"): "500",
+        pages.format(machine, 1048576, "nr"): "0", pages.format(node, 2048, "nr"): "512",
+        pages.format(node, 2048, "free"): "500",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never"}))
+    assert found.huge_pages == found.nodes[1].huge_pages == (HugePages(2 << 20, 512, 500),)
+    assert (found.nodes[0].huge_pages, found.transparent_huge_pages) == ((), "madvise")
+
+
+@pytest.mark.parametrize("flags, amx, avx512, bf16", [
+    ("fpu avx2", False, False, False), ("avx512f avx512_bf16", False, True, True),
+    ("avx512f amx_tile amx_int8", False, True, False), ("avx512f amx_tile amx_bf16", True, True, True)])
+def test_what_the_cpus_compute(tmp_path, flags, amx, avx512, bf16):
+    found = probe(tree(tmp_path, {"proc/cpuinfo": f"processor : 0\nflags : {flags}\n"}))
+    assert (found.amx, found.avx512, found.bf16) == (amx, avx512, bf16)
+    assert not replace(found, amx_allowed=False).amx
 
 
 @pytest.mark.parametrize("content, numbers", [

@@ -138,14 +138,14 @@ def _fault(node: NumaNode, topology: Topology) -> str:
         faults.append("a cpuset keeps this process from its memory")
     if not faults and topology.cpu_quota is not None:
         faults.append("the cgroup's CPU quota is used up")
-    return " and ".join(faults) or "the settings ask for fewer workers or give its cores to others"
+    return " and ".join(faults) or "the settings give its cores to others, or ask for fewer workers"
 
 
-def refuse(node_id: int, topology: Topology) -> PlacementError:
+def refuse(asked: int, topology: Topology) -> PlacementError:
     """For a worker that is to sit on a NUMA node where none can."""
-    found = [node for node in topology.nodes if node.id == node_id]
+    found = [node for node in topology.nodes if node.id == asked]
     usable = ranges(node.id for node in topology.nodes if node.has_memory
                     and any(cpu.node == node.id for cpu in topology.cpus))
-    fault = f"has {_fault(found[0], topology)}" if found else "is not there"
-    return PlacementError(f"NUMA node {node_id} is asked for, but {fault}; "
+    fault = _fault(found[0], topology) if found else "it is not there"
+    return PlacementError(f"NUMA node {asked} is asked for: {fault}; "
                           f"NUMA nodes with CPUs and memory: {usable or 'none'}")

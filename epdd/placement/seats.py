@@ -70,7 +70,9 @@ def _check_cpus(seat: Seat, where: str, topology: Topology) -> None:
     nodes = {cpus[cpu].node for cpu in seat.cpus}
     if seat.node is None and len(nodes) == 1 and nodes <= with_memory:
         seat.node = nodes.pop()
-    seat.why = "its CPUs as asked" + ("; they lie on several NUMA nodes: memory is not bound" if len(nodes) > 1 else "")
+    seat.why = "its CPUs as asked"
+    if seat.node is None:
+        seat.why += "; memory is not bound: they are not all in one NUMA node with memory"
 
 
 def fill(topology: Topology, seats: Sequence[Seat], parts: Sequence[Domain]) -> list[Seat]:

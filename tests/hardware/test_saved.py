@@ -3,13 +3,15 @@
 import functools
 import json
 import shutil
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from epdd import placement
 from epdd.config import Config
 from epdd.hardware.probe import probe
-from epdd.hardware.topology import EFFICIENCY, ranges
+from epdd.hardware.topology import EFFICIENCY, Gpu, ranges
 from tests.hardware import nvml, recorded
 from tests.hardware.trees import tree
 from tests.machines import FAMILY, GIB
@@ -103,5 +105,10 @@ def test_recorded_gpus(path, tmp_path, library, judge):
         checks[f"node by {source}"] = ({gpu["bus_id"]: gpu["numa_node"] for gpu in found}, want.node_of)
         checks[f"warnings by {source}"] = (warnings, [])
         if source == "driver":
+            placed = replace(probe(tmp_path), gpus=tuple(msgspec.convert(gpu, Gpu) for gpu in found))
+            workers = placement.plan(placed, Config(), FAMILY, GIB)
+            checks["nodes of the workers"] = (
+                {spec.device: spec.numa_node for spec in workers if spec.device != "cpu"},
+                {f"cuda:{i}": want.node_of[bus] for i, bus in enumerate(buses)})
             checks["near CPUs"] = ([set(gpu["cpus"]) for gpu in found], [known[want.node_of[bus]] for bus in buses])
     judge(path.stem, f"{len(buses)} GPUs on nodes {ranges(want.node_of.values())}", checks)

@@ -62,6 +62,24 @@ def test_sparse_nodes_some_without_cpus_some_without_memory(tmp_path):
     assert [node.has_memory for node in found.nodes] == [False, True, True]
 
 
+def test_several_nodes_in_one_socket(tmp_path):
+    """Sub-NUMA clustering, and core ids that repeat on every die."""
+    files = two_nodes() | {f"sys/devices/system/cpu/cpu{i}/topology/{name}": "0" for i in range(8)
+                           for name in ("physical_package_id", "core_id")}
+    found = probe(tree(tmp_path, files))
+    assert (found.sockets, len(found.nodes), found.cores) == (1, 2, 4)
+
+
+def test_a_node_is_off_with_its_cpu0_and_leaves_cpus_without_a_node(tmp_path):
+    """Lists of nodes name CPUs that are off; CPUs 1 and 2 are on, but their node is gone."""
+    base = "sys/devices/system"
+    found = probe(tree(tmp_path, {f"{base}/cpu/online": "1-2,5", f"{base}/cpu/present": "0-7",
+                                  f"{base}/node/online": "1", f"{base}/node/node1/cpulist": "4-7", f"{base}/node/node0/cpulist": "0-3"}))
+    assert [(cpu.id, cpu.node) for cpu in found.cpus] == [(1, None), (2, None), (5, 1)]
+    assert [(node.id, node.cpus) for node in found.nodes] == [(1, (5,))]
+    assert found.offline == (0, 3, 4, 6, 7)
+
+
 def test_cpus_that_two_nodes_claim_are_in_none(tmp_path):
     base = "sys/devices/system/node"
     found = probe(tree(tmp_path, {"sys/devices/system/cpu/online": "0-2", f"{base}/node0/cpulist": "0-1",

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from epdd.hardware import sysfs
 
 SHARED = Path(os.environ.get("EPDD_SHARED") or Path(__file__).resolve().parents[3] / "shared")
@@ -28,19 +30,25 @@ class Files:
     """Stands in for the two functions of sysfs that touch the filesystem."""
 
     def __init__(self) -> None:
-        self._texts: dict[Path, str] = {}
-        self._names: dict[Path, dict[str, None]] = {}
+        self._texts: dict[str, str] = {}
+        self._names: dict[str, list[str]] = {}
 
-    def add(self, path: Path, content: str) -> None:
+    def add(self, path: str, content: str) -> None:
+        if path not in self._texts:
+            self._list(path)
         self._texts[path] = content.strip()
-        for child, parent in zip((path, *path.parents), path.parents):
-            self._names.setdefault(parent, {})[child.name] = None
+
+    def _list(self, path: str) -> None:
+        folder, _, name = path.rpartition("/")
+        if folder and folder not in self._names:
+            self._list(folder)
+        self._names.setdefault(folder, []).append(name)
 
     def text(self, path: Path) -> str | None:
-        return self._texts.get(path)
+        return self._texts.get(str(path))
 
     def names(self, path: Path) -> list[str]:
-        return list(self._names.get(path, ()))
+        return self._names.get(str(path), [])
 
 
 def archive(name: str, keys: Iterable[str]) -> dict[str, tuple[Path, Files]]:
@@ -52,7 +60,7 @@ def archive(name: str, keys: Iterable[str]) -> dict[str, tuple[Path, Files]]:
             if _WANTED.search(member.name) and member.isfile():
                 stream = tar.extractfile(member)
                 assert stream is not None
-                files.add(Path("/recorded", member.name), stream.read().decode(errors="replace"))
+                files.add(f"/recorded/{member.name.removeprefix('./')}", stream.read().decode(errors="replace"))
     return {key: (Path("/recorded", key.partition("/")[2]), files) for key in keys}
 
 
@@ -91,7 +99,7 @@ def gpu_map(path: Path) -> GpuMap:
     return found
 
 
-def use(monkeypatch: object, files: Files) -> None:
+def use(patch: pytest.MonkeyPatch, files: Files) -> None:
     """Let the probe read `files`."""
-    monkeypatch.setattr(sysfs, "text", files.text)      # type: ignore[attr-defined]
-    monkeypatch.setattr(sysfs, "names", files.names)    # type: ignore[attr-defined]
+    patch.setattr(sysfs, "text", files.text)
+    patch.setattr(sysfs, "names", files.names)

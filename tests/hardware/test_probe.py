@@ -74,7 +74,8 @@ def test_a_node_is_off_with_its_cpu0_and_leaves_cpus_without_a_node(tmp_path):
     """Lists of nodes name CPUs that are off; CPUs 1 and 2 are on, but their node is gone."""
     base = "sys/devices/system"
     found = probe(tree(tmp_path, {f"{base}/cpu/online": "1-2,5", f"{base}/cpu/present": "0-7",
-                                  f"{base}/node/online": "1", f"{base}/node/node1/cpulist": "4-7", f"{base}/node/node0/cpulist": "0-3"}))
+                                  f"{base}/node/online": "1", f"{base}/node/node1/cpulist": "4-7",
+                                  f"{base}/node/node0/cpulist": "0-3"}))
     assert [(cpu.id, cpu.node) for cpu in found.cpus] == [(1, None), (2, None), (5, 1)]
     assert [(node.id, node.cpus) for node in found.nodes] == [(1, (5,))]
     assert found.offline == (0, 3, 4, 6, 7)

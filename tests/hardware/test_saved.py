@@ -42,16 +42,24 @@ EFFECTIVE = {"hwloc-nvidiagpunumanodes/nvidiagpunumanodes": {"Core": 4, "PU": 16
 
 
 @functools.cache
-def machines(name):
+def archive(name):
     return recorded.archive(name, [key for key in EXPECTED if key.split("/")[0] == name])
 
 
+@functools.cache
+def probed(key):
+    """The whole machine, and what its recorded cpuset leaves of it."""
+    root, files = archive(key.split("/")[0])[key]
+    with pytest.MonkeyPatch.context() as patch:
+        recorded.use(patch, files)
+        own = probe(root)
+        return (probe(root, affinity=EVERY_CPU) if own.barred else own), own
+
+
 @pytest.mark.parametrize("key", EXPECTED)
-def test_recorded_machine(key, monkeypatch, judge):
+def test_recorded_machine(key, judge):
     want = EXPECTED[key]
-    root, files = machines(key.split("/")[0])[key]
-    recorded.use(monkeypatch, files)
-    whole, own = probe(root, affinity=EVERY_CPU), probe(root)
+    whole, own = probed(key)
     memory = {str(node.id): node.memory_bytes and node.memory_bytes >> 20 for node in whole.nodes}
     allowed = EFFECTIVE.get(key) or want["hwloc_allowed"]       # what the recorded cpuset leaves
     checks = {
@@ -73,10 +81,8 @@ def test_recorded_machine(key, monkeypatch, judge):
 
 
 @pytest.mark.parametrize("key", EXPECTED)
-def test_plan_for_a_recorded_machine(key, monkeypatch):
-    root, files = machines(key.split("/")[0])[key]
-    recorded.use(monkeypatch, files)
-    found = probe(root)
+def test_plan_for_a_recorded_machine(key):
+    found = probed(key)[1]
     worker_nodes = {node.id for node in found.nodes if node.has_memory
                     and any(cpu.node == node.id for cpu in found.cpus)}
     specs = placement.plan(found, Config(), FAMILY, GIB)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from epdd.errors import ConfigError
+from epdd.wishes import ROLES, Wish, Workers, count, wish
 
 SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
 
@@ -49,14 +50,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Encoder:
-    workers: int = 0                        # 0: one per NUMA node with CPUs and memory
+    workers: Workers = Workers("auto")      # a number, or "gpu:1,cpu:4"; auto: one per NUMA node with CPUs and memory
     threads: int = 0                        # 0: the cores it is bound to
     ahead: int = 1                          # images handed over beyond the one being encoded
 
 
 @dataclass(frozen=True)
 class PrefillDecode:
-    workers: int = 0                        # 0: one without GPUs, else as placement says
+    workers: Workers = Workers("auto")      # likewise; auto: one without GPUs, else as placement says
     threads: int = 0
     token_budget: int = 512                 # tokens a step may hold: bounds the gap between two tokens
     batch_max: int = 64                     # sequences that decode together
@@ -106,7 +107,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything an operator can set; each field is one TOML table."""
+    """Everything an operator can set; each field is one TOML table, `worker` any number of them."""
 
     server: Server = field(default_factory=Server)
     admin: Admin = field(default_factory=Admin)
@@ -118,6 +119,7 @@ class Config:
     media: Media = field(default_factory=Media)
     fleet: Fleet = field(default_factory=Fleet)
     log: Log = field(default_factory=Log)
+    worker: tuple[Wish, ...] = ()           # all workers of their roles, one by one; empty: as placement says
 
     def with_values(self, section: str, values: Mapping[str, Any], source: str) -> "Config":
         """A copy with `values` set in `section`.  Raises ConfigError naming `source` and the field."""
@@ -132,7 +134,8 @@ class Config:
         return replace(self, **{section: replace(getattr(self, section), **checked)})
 
 
-SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)}
+SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)
+                             if f.name != "worker"}
 
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -172,6 +175,10 @@ def from_file(config: Config, path: Path) -> Config:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    worker = tables.pop("worker", [])
+    if not isinstance(worker, list):
+        raise ConfigError(f"{path}: worker must be [[worker]] tables")
+    config = replace(config, worker=tuple(wish(table, f"{path}: [[worker]] {i}") for i, table in enumerate(worker)))
     for section, values in tables.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a table")
@@ -186,6 +193,10 @@ def validate(config: Config) -> None:
         value = getattr(getattr(config, section), key)
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    for role in ROLES:
+        asked = getattr(config, role).workers
+        if count(asked, f"{role}.workers").total and any(wish.role == role for wish in config.worker):
+            raise ConfigError(f"{role}.workers is {asked!r}, and [[worker]] tables list the {role} workers: choose one")
     signed = {"arena.cache_bytes"}
     for section in SECTIONS:
         for f in fields(SECTIONS[section]):
@@ -238,6 +249,9 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
         elif kind is float:
             if isinstance(value, (int, float, str)) and not isinstance(value, bool) and isfinite(float(value)):
                 return float(value)
+        elif kind is Workers:
+            if isinstance(value, (int, str)) and not isinstance(value, bool):
+                return Workers(str(value).strip())
         elif kind is str:
             if isinstance(value, str):
                 return value
@@ -250,7 +264,7 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
     raise ConfigError(f"{where} is {value!r}; {_KINDS.get(kind, 'a list of texts')} expected")
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text"}
+_KINDS = {int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
 
 
 class _Parser(argparse.ArgumentParser):

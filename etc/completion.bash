@@ -1,12 +1,12 @@
 # bash completion of epdctl: copy to /usr/share/bash-completion/completions/epdctl
 
 _epdctl() {
-    local verbs="status plan drain resume restart chat version" word=${COMP_WORDS[COMP_CWORD]} verb="" i
+    local verbs="status plan topology drain resume restart chat version" word=${COMP_WORDS[COMP_CWORD]} verb="" i
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [[ " $verbs " == *" ${COMP_WORDS[i]} "* ]]; then verb=${COMP_WORDS[i]}; break; fi
     done
     case ${COMP_WORDS[COMP_CWORD - 1]} in
-        --socket | --config | --model | --sysroot | -i | --image)
+        --socket | --config | --model | --sysroot | --topology | --load | --save | -i | --image)
             compopt -o filenames
             mapfile -t COMPREPLY < <(compgen -f -- "$word")
             return ;;
@@ -14,7 +14,8 @@ _epdctl() {
     case $verb in
         "") mapfile -t COMPREPLY < <(compgen -W "$verbs --socket --help" -- "$word") ;;
         status) mapfile -t COMPREPLY < <(compgen -W "--watch --json" -- "$word") ;;
-        plan) mapfile -t COMPREPLY < <(compgen -W "--json --model --config --set --sysroot" -- "$word") ;;
+        plan) mapfile -t COMPREPLY < <(compgen -W "--why --json --model --config --set --topology --sysroot" -- "$word") ;;
+        topology) mapfile -t COMPREPLY < <(compgen -W "--save --load --sysroot --model --config --set" -- "$word") ;;
         chat) mapfile -t COMPREPLY < <(compgen -W "--image" -- "$word") ;;
         drain | resume | restart)
             # The names as the daemon that is found without --socket has them.

@@ -7,6 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No time limits on examples: a busy machine is no bug.  CI looks at the same examples each time, so that a
+# change is judged by itself; at home every run looks at new ones.
+settings.register_profile("epdd", deadline=None, suppress_health_check=[HealthCheck.too_slow],
+                          derandomize="CI" in os.environ)
+settings.load_profile("epdd")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

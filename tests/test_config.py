@@ -8,6 +8,7 @@ import pytest
 from epdd import config
 from epdd.config import SECTIONS, Config
 from epdd.errors import ConfigError
+from epdd.wishes import Count, Wish, count
 
 REFERENCE = Path(__file__).parents[1] / "etc" / "epdd.toml"
 SETTING = re.compile(r"^#(?=[a-z_]+ = )", re.MULTILINE)
@@ -56,6 +57,24 @@ def test_texts_become_values(no_system_file):
     assert (found.admin.mode, found.media.allow, found.router.ratio) == (0o660, ("a", "b"), 6.0)
 
 
+@pytest.mark.parametrize("text, found", [
+    ("auto", Count()), ("0", Count()), (3, Count(3)), ("gpu:1,cpu:4", Count(5, (1, 4))), (" cpu:2 ", Count(2, (0, 2))),
+    ("cpu:0, gpu:4", Count(4, (4, 0)))])
+def test_how_many_workers(text, found):
+    workers = Config().with_values("encoder", {"workers": text}, "test").encoder.workers
+    assert count(workers, "encoder.workers") == found
+
+
+def test_workers_one_by_one(tmp_path):
+    """The example of the reference file, read, and both ways to write CPUs."""
+    example = re.search(r"^# \[\[worker\]\](?:\n# .*)+", REFERENCE.read_text(), re.MULTILINE)[0]
+    file = tmp_path / "epdd.toml"
+    file.write_text(re.sub(r"^# (.*?)( +\(.*)?$", r"\1", example, flags=re.MULTILINE)
+                    + "\n[[worker]]\nrole = 'pd'\ncpus = [4, 2]\n")
+    assert load("--config", str(file)).worker == (
+        Wish("encoder", "gpu:1", (*range(16), 32), numa_node=0, threads=8), Wish("pd", cpus=(2, 4)))
+
+
 @pytest.mark.parametrize("toml, words", [
     ("[server]\nprot = 1", "unknown setting server.prot"), ("[sever]\nport = 1", "unknown section [sever]"),
     ("server = 1", "server must be a table"), ("[server]\nport = 'x'", "server.port is 'x'; a whole number expected"),
@@ -66,6 +85,20 @@ def test_texts_become_values(no_system_file):
     ("[server]\nport = 70000", "server.port is 70000; at most 65535"),
     ("[router]\npolicy = 'x'", "router.policy is 'x'; allowed: budget, earliest"),
     ("[pd]\nthreads = -1", "pd.threads is -1; it must not be negative"),
+    ("[pd]\nworkers = 'gpu'", """pd.workers is 'gpu'; expected: "auto", a number, or like "gpu:1,cpu:4\""""),
+    ("[encoder]\nworkers = 'gpu:1,gpu:2'", "encoder.workers is 'gpu:1,gpu:2'; expected"),
+    ("[encoder]\nworkers = 'gpu:0'", "encoder.workers is 'gpu:0'; expected"),
+    ("[encoder]\nworkers = -1", "encoder.workers is '-1'; expected"),
+    ("[encoder]\nworkers = true", "encoder.workers is True; a number or text expected"),
+    ("[worker]\nrole = 'pd'", "worker must be [[worker]] tables"), ("worker = [1]", "[[worker]] 0 must be a table"),
+    ("[[worker]]\nrole = 'pd'\n[[worker]]\ncpus = '1'", "[[worker]] 1: role is None; allowed: encoder, pd"),
+    ("[[worker]]\nrole = 'pd'\ncpu = '1'", "[[worker]] 0: unknown setting cpu"),
+    ("[[worker]]\nrole = 'pd'\ndevice = 'cuda:0'", "device is 'cuda:0'; expected: \"cpu\" or like \"gpu:0\""),
+    ("[[worker]]\nrole = 'pd'\ncpus = '3-1'", "cpus is '3-1'; expected: like \"0-3,8\""),
+    ("[[worker]]\nrole = 'pd'\ncpus = '0-99999'", "cpus is '0-99999'; expected"),
+    ("[[worker]]\nrole = 'pd'\ncpus = 3", "cpus is 3; expected"), ("[[worker]]\nrole = 'pd'\nthreads = -1", "threads"),
+    ("[[worker]]\nrole = 'pd'\nnuma_node = true", "numa_node is True; a whole number from 0 expected"),
+    ("[pd]\nworkers = 2\n[[worker]]\nrole = 'pd'", "pd.workers is '2', and [[worker]] tables list the pd workers"),
     ("[pd]\nbatch_max = 0", "pd.batch_max must be at least 1")])
 def test_bad_files_name_the_field(tmp_path, toml, words):
     file = tmp_path / "epdd.toml"

@@ -36,6 +36,11 @@ class NotRunning(CtlError):
     exit_code = 3
 
 
+def socket_of(given: str | None) -> Path:
+    """The admin socket of --socket, or else of the only daemon.  Raises NotRunning, UsageError."""
+    return Path(given) if given else find_socket()
+
+
 def find_socket(environ: Mapping[str, str] | None = None) -> Path:
     """The only live daemon's admin socket.  Raises NotRunning, UsageError if there are several."""
     environ = os.environ if environ is None else environ

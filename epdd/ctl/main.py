@@ -10,11 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from epdd import __version__
-from epdd.ctl import client
+from epdd.ctl import client, machine
 
 # What a worker's state is once the verb has had its effect.
 EFFECTS = {"drain": ("DRAINING", "GONE"), "resume": ("READY", "STARTING")}
@@ -38,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(args: argparse.Namespace) -> int:
     if args.watch:
         from epdd.ctl.watch import watch
-        return watch(lambda: _socket(args))
-    snapshot = client.ask(_socket(args), "status")
+        return watch(lambda: client.socket_of(args.socket))
+    snapshot = client.ask(client.socket_of(args.socket), "status")
     if args.json:
         print(json.dumps(snapshot, indent=2))
     else:
@@ -51,27 +49,8 @@ def _status(args: argparse.Namespace) -> int:
     return 0 if snapshot["state"] == "ready" else 1
 
 
-def _plan(args: argparse.Namespace) -> int:
-    from epdd import config, families, placement
-    from epdd.errors import StartupError
-    from epdd.hardware.probe import probe
-    argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
-    for item in args.set:
-        argv += ["--set", item]
-    try:
-        settings, _ = config.load(argv)
-        family = families.load(settings.model.path or str(families.DEMO))
-        topology = probe(args.sysroot)
-        specs = placement.plan(topology, settings, family, placement.arena_bytes(settings, topology, family))
-    except StartupError as error:
-        raise client.CtlError(error.message) from None
-    print(json.dumps([asdict(spec) for spec in specs], indent=2) if args.json
-          else placement.explain(specs, topology))
-    return 0
-
-
 def _steer(args: argparse.Namespace) -> int:
-    state = client.ask(_socket(args), args.verb, args.worker)
+    state = client.ask(client.socket_of(args.socket), args.verb, args.worker)
     if state not in EFFECTS[args.verb]:
         raise client.CtlError(f"cannot {args.verb} {args.worker}: it is {state}")
     print(f"{args.worker} {state}")
@@ -79,13 +58,13 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _restart(args: argparse.Namespace) -> int:
-    client.ask(_socket(args), "restart", args.worker)
+    client.ask(client.socket_of(args.socket), "restart", args.worker)
     print(f"{args.worker} restarts")
     return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
-    listen = client.ask(_socket(args), "status")["listen"]
+    listen = client.ask(client.socket_of(args.socket), "status")["listen"]
     for part in client.chat(listen["host"], listen["port"], args.question, args.image):
         print(part, end="", flush=True)
     print()
@@ -95,14 +74,10 @@ def _chat(args: argparse.Namespace) -> int:
 def _version(args: argparse.Namespace) -> int:
     print(f"epdctl {__version__}")
     try:
-        print(f"epdd {client.ask(_socket(args), 'version')}")
+        print(f"epdd {client.ask(client.socket_of(args.socket), 'version')}")
     except client.NotRunning:
         print("epdd not running")
     return 0
-
-
-def _socket(args: argparse.Namespace) -> Path:
-    return Path(args.socket) if args.socket else client.find_socket()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,13 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--json", action="store_true", help="for programs")
     verb.set_defaults(run=_status)
 
-    verb = verbs.add_parser("plan", help="show which workers would run where; starts nothing, needs no daemon")
-    verb.add_argument("--json", action="store_true", help="for programs")
-    verb.add_argument("--model", metavar="DIR", help="checkpoint folder")
-    verb.add_argument("--config", metavar="FILE", help="settings, as the daemon reads them")
-    verb.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
-    verb.add_argument("--sysroot", default="/", metavar="DIR", help="a saved machine: folder of its sys/ and proc/")
-    verb.set_defaults(run=_plan)
+    machine.add_verbs(verbs)
 
     for name, run, text in (("drain", _steer, "let a worker finish what it has and give it nothing new"),
                             ("resume", _steer, "give a drained worker work again, or try a failed one anew"),

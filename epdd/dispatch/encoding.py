@@ -13,7 +13,7 @@ from epdd.dispatch.queue import Job, JobTable
 from epdd.dispatch.router import CPU, GPU, Candidate, Pools, Router
 from epdd.dispatch.timing import TimeModel, capability_ratio
 from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
-from epdd.families import Family
+from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
@@ -39,6 +39,7 @@ class Encoding:
         self._slots = 1 + config.encoder.ahead
         self._supervisor = supervisor
         self._leases = leases
+        self._family = family
         self._models: dict[str, TimeModel] = {}
         self._fitted: dict[str, Ready] = {}
         self._ids = count()
@@ -119,9 +120,12 @@ class Encoding:
 
     def _encoded(self, job: Job, worker: Worker, event: Encoded) -> None:
         image = job.embedding.image
-        if event.rows != image.rows or event.bytes > job.embedding.lease.size:
+        if (event.rows != image.rows or event.dtype not in ITEMSIZE
+                or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
+                or event.bytes > job.embedding.lease.size):
             worker.failed += 1
-            log.error("%s %s wrote %s rows where %s were due", job.request_id, worker.name, event.rows, image.rows)
+            log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
+                      event.rows, event.bytes, event.dtype, image.rows)
             self._leases.failed(job.embedding, ProtocolError("an encoder's answer does not fit its image"))
             return
         worker.done += 1
@@ -142,7 +146,7 @@ class Encoding:
         candidates = [self._candidate(worker, job, now) for worker in self._supervisor.role("encoder")
                       if worker.takes_work]
         waiting = sum(other.cost(self.unit) for other in self.table.waiting() if other is not job)
-        return Pools(candidates, self.ratio(), waiting)
+        return Pools(candidates, self.ratio(), waiting, job.cost(self.unit) if job else 1.0)
 
     def _candidate(self, worker: Worker, job: Job | None, now: float) -> Candidate:
         held, model = self.table.on(worker.name), self.model(worker)

@@ -4,6 +4,6 @@
 count tokens from an image's size alone, the encoder to resize to the same grid.
 """
 
-from epdd.families.family import DEMO, Defaults, Family, load
+from epdd.families.family import DEMO, ITEMSIZE, Defaults, Family, load
 
-__all__ = ["DEMO", "Defaults", "Family", "load"]
+__all__ = ["DEMO", "ITEMSIZE", "Defaults", "Family", "load"]

@@ -153,8 +153,9 @@ class Supervisor:
                 failures += 1
                 log.error("%s died before ready: %s", worker.name, worker.last_error)
             worker.process = worker.channel = worker.ready = None
-            if not worker.restarting and (exit_code == StartupError.exit_code
-                                          or failures >= self._config.failures_max):
+            # A worker that had been well once may only lack memory for the moment: that can pass.
+            hopeless = exit_code == StartupError.exit_code and not worker.was_ready
+            if not worker.restarting and (hopeless or failures >= self._config.failures_max):
                 self._set(worker, State.FAILED)
                 log.error("%s given up after %s failures: %s", worker.name, failures, worker.last_error)
                 return

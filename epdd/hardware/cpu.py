@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from epdd.hardware import sysfs
-from epdd.hardware.topology import Cpu
+from epdd.hardware.topology import EFFICIENCY, PERFORMANCE, Cache, Cpu
 
 # arch_prctl(ARCH_GET_XCOMP_SUPP) asks which processor states the kernel supports without requesting any
 # (asking for the permission would change this process); bit 18 is AMX's tile data.
@@ -29,22 +30,70 @@ def online(sysroot: Path) -> set[int]:
             if sysfs.number(path / "online") != 0}
 
 
+def present(sysroot: Path) -> set[int]:
+    """CPUs that are there, on or off.  Empty where /sys does not list them."""
+    return sysfs.numbers(sysroot / "sys/devices/system/cpu/present") or set()
+
+
 def read(sysroot: Path, usable: Collection[int], node_of: Mapping[int, int]) -> tuple[Cpu, ...]:
     """One Cpu for each of `usable`, ascending."""
-    return tuple(_cpu(sysroot, i, usable, node_of.get(i)) for i in sorted(usable))
+    cores = {i: _core(sysroot, i) for i in sorted(usable)}
+    kind_of = _kinds(sysroot, cores)
+    found = []
+    for i, core in cores.items():
+        socket = sysfs.number(sysroot / f"sys/devices/system/cpu/cpu{i}/topology/physical_package_id")
+        found.append(Cpu(id=i, core=min(core), socket=-1 if socket is None else socket, node=node_of.get(i),
+                         siblings=tuple(sorted(core.intersection(usable))), kind=kind_of.get(i, "")))
+    return tuple(found)
 
 
-def _cpu(sysroot: Path, index: int, usable: Collection[int], node: int | None) -> Cpu:
+def _core(sysroot: Path, index: int) -> set[int]:
+    """All logical CPUs of one physical core."""
     folder = sysroot / f"sys/devices/system/cpu/cpu{index}/topology"
-    socket = sysfs.number(folder / "physical_package_id")
     # core_id repeats on every socket and die, so the sibling list is what tells cores apart.
     # The list has three names: the first since Linux 5.3, the last before 2.6.26.
     shared = (sysfs.numbers(folder / "core_cpus_list") or sysfs.numbers(folder / "thread_siblings_list")
               or sysfs.mask(folder / "thread_siblings") or set())
-    if index not in shared:
-        shared = {index}
-    return Cpu(id=index, core=min(shared), socket=-1 if socket is None else socket, node=node,
-               siblings=tuple(sorted(shared.intersection(usable))))
+    return shared if index in shared else {index}
+
+
+def _kinds(sysroot: Path, cores: Mapping[int, set[int]]) -> dict[int, str]:
+    """Performance and efficiency cores by CPU; empty where all cores are alike.
+
+    Intel's drivers list the two kinds; Arm, and newer kernels everywhere, give each CPU a capacity.
+    """
+    devices = sysroot / "sys/devices"
+    slow = (sysfs.numbers(devices / "cpu_atom/cpus") or set()) | (sysfs.numbers(devices / "cpu_lowpower/cpus") or set())
+    if not slow:
+        slow = _slower(cores, lambda i: devices / f"system/cpu/cpu{i}/cpu_capacity")
+    if not slow and len({len(core) for core in cores.values()}) > 1:
+        # Older kernels: only efficiency cores lack hyperthreads and have a lower base frequency.  Frequency alone
+        # will not do: servers can give some of their equal cores more of it.
+        slow = _slower(cores, lambda i: devices / f"system/cpu/cpufreq/policy{i}/base_frequency")
+    if not slow & set(cores) or slow >= set(cores):
+        return {}
+    return {i: EFFICIENCY if i in slow else PERFORMANCE for i in cores}
+
+
+def _slower(cpus: Iterable[int], path: Callable[[int], Path]) -> set[int]:
+    """CPUs whose number is below three quarters of the largest: fast cores differ by a few percent as well."""
+    numbers = {i: sysfs.number(path(i)) or 0 for i in cpus}
+    largest = max(numbers.values(), default=0)
+    return {i for i, number in numbers.items() if number * 4 < largest * 3}
+
+
+def caches(sysroot: Path, usable: Collection[int]) -> tuple[Cache, ...]:
+    """Data and unified caches, each once, by level."""
+    found: dict[tuple[int, tuple[int, ...]], Cache] = {}
+    for i in sorted(usable):
+        for folder in sysfs.numbered(sysroot / f"sys/devices/system/cpu/cpu{i}/cache", "index").values():
+            level, size = sysfs.number(folder / "level"), re.fullmatch(r"(\d+)K", sysfs.text(folder / "size") or "")
+            if level is None or size is None or sysfs.text(folder / "type") == "Instruction":
+                continue
+            shared = sysfs.numbers(folder / "shared_cpu_list") or sysfs.mask(folder / "shared_cpu_map") or {i}
+            cpus = tuple(sorted(shared.intersection(usable)))
+            found.setdefault((level, cpus), Cache(level, int(size[1]) * 1024, cpus))
+    return tuple(sorted(found.values(), key=lambda cache: (cache.level, cache.cpus)))
 
 
 def model_and_flags(sysroot: Path) -> tuple[str, frozenset[str]]:

@@ -1,14 +1,19 @@
-"""NVIDIA GPUs by NVML, and the NUMA node each hangs on.  Starts no CUDA context."""
+"""NVIDIA GPUs by NVML, the NUMA node each hangs on, and how they reach each other.  Starts no CUDA context."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from epdd.hardware import sysfs
-from epdd.hardware.topology import Gpu, NumaNode
+from epdd.hardware.topology import Gpu, Link, NumaNode
+
+# NVML's numbers, written out: pynvml has no stable names for them (its NVML_P2P_CAPS_INDEX_READ is a tuple).
+_BETWEEN = {0: "same board", 10: "PCI switch", 20: "PCI switches", 30: "host bridge", 40: "NUMA node", 50: "sockets"}
+_PEER_READ, _PEER_NVLINK, _PEER_OK = 0, 2, 0
 
 
 def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) -> tuple[tuple[Gpu, ...], list[str]]:
@@ -23,19 +28,43 @@ def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) ->
         return (), []
     except pynvml.NVMLError as error:
         return (), [f"GPUs cannot be used: {error}"]
-    gpus, warnings = [], []
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                if _visible(pynvml, index):
-                    gpus.append(_gpu(pynvml, index, sysroot, usable, nodes))
-            except pynvml.NVMLError as error:
-                warnings.append(f"GPU {index} cannot be used: {error}")
-    except pynvml.NVMLError as error:
-        warnings.append(f"GPUs cannot be counted: {error}")
+        return _read(pynvml, sysroot, usable, nodes)
     finally:
         pynvml.nvmlShutdown()
-    return tuple(gpus), warnings
+
+
+def _read(pynvml: Any, sysroot: Path, usable: Collection[int],
+          nodes: Collection[NumaNode]) -> tuple[tuple[Gpu, ...], list[str]]:
+    gpus: dict[int, Gpu] = {}
+    handles: dict[int, Any] = {}
+    warnings = []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        return (), [f"GPUs cannot be counted: {error}"]
+    for index in range(count):
+        try:
+            if not _visible(pynvml, index):
+                continue
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            if _partitioned(pynvml, handle):
+                warnings.append(f"GPU {index} cannot be used: MIG is on, and a worker takes a whole GPU; "
+                                f"nvidia-smi -i {index} -mig 0 switches it off")
+                continue
+            gpus[index] = _gpu(pynvml, index, handle, sysroot, usable, nodes)
+            handles[index] = handle
+        except pynvml.NVMLError as error:
+            warnings.append(f"GPU {index} cannot be used: {error}")
+    links = {index: _links(pynvml, index, handles) for index in handles}
+    for index, handle in handles.items():
+        try:
+            pynvml.nvmlDeviceGetMemoryInfo(handle)      # a failed link does not say which of the two was lost
+        except pynvml.NVMLError as error:
+            warnings.append(f"GPU {index} cannot be used: {error}")
+            del gpus[index]
+    return tuple(replace(gpu, links=tuple(link for link in links[index] if link.gpu in gpus))
+                 for index, gpu in gpus.items()), warnings
 
 
 def _visible(pynvml: Any, index: int) -> bool:
@@ -51,11 +80,18 @@ def _visible(pynvml: Any, index: int) -> bool:
         pynvml.nvmlDeviceGetHandleByIndex(index))).startswith(prefixes)
 
 
-def _gpu(pynvml: Any, index: int, sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _partitioned(pynvml: Any, handle: Any) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return False            # most GPUs, and drivers older than MIG
+
+
+def _gpu(pynvml: Any, index: int, handle: Any, sysroot: Path, usable: Collection[int],
+         nodes: Collection[NumaNode]) -> Gpu:
     bus_id = _string(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     folder = sysroot / "sys/bus/pci/devices" / bus_id
-    near = _affinity(pynvml, handle)
+    near = _affinity(pynvml, handle, usable)
     if near is None:
         near = sysfs.numbers(folder / "local_cpulist") or set()
     near.intersection_update(usable)
@@ -64,11 +100,11 @@ def _gpu(pynvml: Any, index: int, sysroot: Path, usable: Collection[int], nodes:
                numa_node=_node(folder, near, nodes), cpus=tuple(sorted(near)))
 
 
-def _affinity(pynvml: Any, handle: Any) -> set[int] | None:
-    words = -(-(os.cpu_count() or 1) // 64)
+def _affinity(pynvml: Any, handle: Any, usable: Collection[int]) -> set[int] | None:
+    words = max(usable, default=0) // 64 + 1         # CPU numbers can be sparse: counting them is not enough
     try:
         masks = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
         return None
     return {64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
 
@@ -83,6 +119,23 @@ def _node(folder: Path, near: set[int], nodes: Collection[NumaNode]) -> int | No
         return told
     having = [node.id for node in nodes if near and near <= set(node.cpus)]
     return having[0] if len(having) == 1 else None
+
+
+def _links(pynvml: Any, index: int, handles: Mapping[int, Any]) -> list[Link]:
+    """What the driver tells about the ways from one GPU to the others; nothing decides by it, so gaps are no fault."""
+    links = []
+    for other, handle in handles.items():
+        if other == index:
+            continue
+        try:
+            kind = _BETWEEN.get(pynvml.nvmlDeviceGetTopologyCommonAncestor(handles[index], handle), "unknown")
+            peer = pynvml.nvmlDeviceGetP2PStatus(handles[index], handle, _PEER_READ) == _PEER_OK
+            if pynvml.nvmlDeviceGetP2PStatus(handles[index], handle, _PEER_NVLINK) == _PEER_OK:
+                kind = "NVLink"
+        except pynvml.NVMLError:
+            continue
+        links.append(Link(other, kind, peer))
+    return links
 
 
 def _string(value: str | bytes) -> str:

@@ -6,25 +6,24 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from epdd.hardware import binding, sysfs
-from epdd.hardware.topology import NumaNode
-
-_UNLIMITED = 1 << 60        # cgroup v1 writes a number near 2^63 for "no limit"
+from epdd.hardware import sysfs
+from epdd.hardware.topology import HugePages, NumaNode
 
 
-def read(sysroot: Path, usable: Collection[int]) -> tuple[NumaNode, ...]:
+def read(sysroot: Path, usable: Collection[int], memory_allowed: Collection[int] | None = None) -> tuple[NumaNode, ...]:
     """All online NUMA nodes, ascending; ids may be sparse.  Empty on a kernel without NUMA."""
     folder = sysroot / "sys/devices/system/node"
     paths = sysfs.numbered(folder, "node")
     listed = sysfs.numbers(folder / "online")
     ids = [i for i in paths if listed is None or i in listed]
     with_memory = sysfs.numbers(folder / "has_memory")
-    allowed = binding.allowed_nodes(sysroot / "proc/self") or None
     return tuple(
         NumaNode(id=i,
                  cpus=tuple(sorted(_cpus(paths[i]).intersection(usable))),
-                 memory_bytes=_memory(paths[i], i, with_memory, allowed),
-                 distances=_distances(paths[i], ids))
+                 memory_bytes=0 if with_memory is not None and i not in with_memory else _meminfo(paths[i] / "meminfo"),
+                 distances=_distances(paths[i], ids),
+                 memory_allowed=memory_allowed is None or i in memory_allowed,
+                 huge_pages=_huge_pages(paths[i] / "hugepages"))
         for i in ids)
 
 
@@ -40,23 +39,27 @@ def node_of_cpus(nodes: Collection[NumaNode]) -> tuple[dict[int, int], set[int]]
     return {cpu: node for cpu, node in owner.items() if cpu not in claimed_twice}, claimed_twice
 
 
-def memory(sysroot: Path) -> int | None:
+def memory(sysroot: Path, limit: int | None) -> int | None:
     """Bytes this process may use: the machine's memory, or less where a cgroup limits it."""
-    total = _meminfo(sysroot / "proc/meminfo")
-    known = [value for value in (total, _cgroup_limit(sysroot)) if value is not None]
+    known = [value for value in (_meminfo(sysroot / "proc/meminfo"), limit) if value is not None]
     return min(known, default=None)
+
+
+def huge_pages(sysroot: Path) -> tuple[HugePages, ...]:
+    """Of the whole machine, by size."""
+    return _huge_pages(sysroot / "sys/kernel/mm/hugepages")
+
+
+def transparent_huge_pages(sysroot: Path) -> str:
+    """The word in brackets of "always [madvise] never"; empty where it is not told."""
+    found = re.search(r"\[(\w+)\]", sysfs.text(sysroot / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return found[1] if found else ""
 
 
 def _cpus(path: Path) -> set[int]:
     """CPUs as the node lists them, also those that are switched off.  cpulist is younger than cpumap."""
     listed = sysfs.numbers(path / "cpulist")
     return (sysfs.mask(path / "cpumap") or set()) if listed is None else listed
-
-
-def _memory(path: Path, node: int, with_memory: set[int] | None, allowed: set[int] | None) -> int | None:
-    if allowed is not None and node not in allowed or with_memory is not None and node not in with_memory:
-        return 0
-    return _meminfo(path / "meminfo")
 
 
 def _meminfo(path: Path) -> int | None:
@@ -73,28 +76,13 @@ def _distances(path: Path, ids: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ids, row)) if len(row) == len(ids) else ()
 
 
-def _cgroup_limit(sysroot: Path) -> int | None:
-    """The least memory limit from this process's cgroup up to the root: each of them binds."""
-    limits = []
-    for line in (sysfs.text(sysroot / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "/")
-        if controllers == "":
-            mount, name = _cgroup_mount(sysroot, "cgroup2", ""), "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = _cgroup_mount(sysroot, "cgroup", "memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        if mount is None:
-            continue
-        # Inside a container the path may be the host's; the levels that are not here are skipped.
-        own = mount / path.lstrip("/")
-        limits += [sysfs.number(level / name) for level in (own, *own.parents) if level.is_relative_to(mount)]
-    return min((limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None)
-
-
-def _cgroup_mount(sysroot: Path, kind: str, option: str) -> Path | None:
-    for line in (sysfs.text(sysroot / "proc/mounts") or "").splitlines():
-        fields = line.split()
-        if len(fields) >= 4 and fields[2] == kind and (not option or option in fields[3].split(",")):
-            return sysroot / fields[1].lstrip("/")
-    return None
+def _huge_pages(folder: Path) -> tuple[HugePages, ...]:
+    """Sizes of which an administrator set pages aside."""
+    found = []
+    for name in sysfs.names(folder):
+        size = re.fullmatch(r"hugepages-(\d+)kB", name)
+        total = sysfs.number(folder / name / "nr_hugepages")
+        if size and total:
+            free = sysfs.number(folder / name / "free_hugepages") or 0
+            found.append(HugePages(int(size[1]) * 1024, total, free))
+    return tuple(sorted(found, key=lambda pages: pages.page_bytes))

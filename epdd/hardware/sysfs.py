@@ -1,4 +1,7 @@
-"""Small files under /sys and /proc, any of which may be missing or odd: then the answer is None."""
+"""Small files under /sys and /proc, any of which may be missing or odd: then the answer is None.
+
+`text` and `names` are the only two that touch the filesystem.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,16 @@ def parse(content: str) -> set[int] | None:
     return found
 
 
+def names(folder: Path) -> list[str]:
+    """What a folder holds; nothing where it is missing."""
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     """The entries `prefix`N of a folder, by N, ascending."""
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return {}
-    ids = sorted(int(name[len(prefix):]) for name in names
+    ids = sorted(int(name[len(prefix):]) for name in names(folder)
                  if name.startswith(prefix) and name[len(prefix):].isdecimal())
     return {i: folder / f"{prefix}{i}" for i in ids}

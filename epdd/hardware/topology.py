@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+PERFORMANCE, EFFICIENCY = "P", "E"
+
 
 @dataclass(frozen=True)
 class Cpu:
@@ -15,6 +17,23 @@ class Cpu:
     socket: int                         # -1: not told
     node: int | None                    # its NUMA node; None: in none, or in several
     siblings: tuple[int, ...]           # usable logical CPUs of the same core, itself included
+    kind: str = ""                      # on hybrid processors PERFORMANCE or EFFICIENCY; elsewhere empty
+
+
+@dataclass(frozen=True)
+class Cache:
+    level: int
+    size_bytes: int
+    cpus: tuple[int, ...]               # usable CPUs that share it
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """Pages of one size that an administrator set aside."""
+
+    page_bytes: int
+    total: int
+    free: int
 
 
 @dataclass(frozen=True)
@@ -23,12 +42,27 @@ class NumaNode:
 
     id: int
     cpus: tuple[int, ...]               # usable CPUs that the node lists
-    memory_bytes: int | None            # 0: none that this process may use; None: not told
+    memory_bytes: int | None            # 0: none; None: not told
     distances: tuple[tuple[int, int], ...] = ()     # (NUMA node, distance), 10 is local
+    memory_allowed: bool = True         # False: a cpuset keeps this process from the node's memory
+    huge_pages: tuple[HugePages, ...] = ()
 
     @property
     def has_memory(self) -> bool:
-        return self.memory_bytes != 0
+        """Memory of this node can be bound to."""
+        return self.memory_allowed and self.memory_bytes != 0
+
+    def distance(self, node: int) -> int | None:
+        return dict(self.distances).get(node)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one GPU reaches another."""
+
+    gpu: int                            # the other's index
+    kind: str                           # "NVLink", or what lies between: "PCI switch", "sockets", ...
+    peer: bool                          # each can read the other's memory
 
 
 @dataclass(frozen=True)
@@ -39,6 +73,7 @@ class Gpu:
     bus_id: str                         # as in sysfs: 0000:41:00.0
     numa_node: int | None
     cpus: tuple[int, ...]               # usable CPUs near it; empty: not told
+    links: tuple[Link, ...] = ()        # to every other usable GPU, as far as the driver tells
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,12 @@ class Topology:
     flags: frozenset[str] = frozenset()     # of the first CPU, as in /proc/cpuinfo
     amx_allowed: bool = True            # False: the kernel does not let programs use the tiles
     warnings: tuple[str, ...] = ()
+    offline: tuple[int, ...] = ()       # CPUs that are there but switched off
+    barred: tuple[int, ...] = ()        # CPUs that are on, but a cpuset or the affinity keeps this process off
+    cpu_quota: float | None = None      # CPUs' worth of time that a cgroup grants; None: no limit
+    caches: tuple[Cache, ...] = ()      # data and unified ones
+    huge_pages: tuple[HugePages, ...] = ()
+    transparent_huge_pages: str = ""    # the kernel's policy: always, madvise, never; empty: not told
 
     @property
     def sockets(self) -> int:
@@ -67,9 +108,17 @@ class Topology:
         return {"amx_tile", "amx_bf16"} <= self.flags and self.amx_allowed
 
     @property
+    def avx512(self) -> bool:
+        return "avx512f" in self.flags
+
+    @property
     def bf16(self) -> bool:
         """The CPUs multiply bfloat16 in hardware; without, it is far slower than float32."""
         return self.amx or "avx512_bf16" in self.flags
+
+    @property
+    def hybrid(self) -> bool:
+        return len({cpu.kind for cpu in self.cpus}) > 1
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -81,3 +130,8 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append((number, number))
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def plural(number: int, noun: str) -> str:
+    """"1 core", "2 cores"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -163,21 +163,6 @@ def test_chat_with_a_missing_file(daemon, api, capsys):
     assert epdctl(daemon, "chat", "-i", "/nowhere.png", "What?") == 2
 
 
-def test_plan(capsys, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert main(["plan", "--sysroot", str(tmp_path / "empty")]) == 1
-    assert "no CPU" in capsys.readouterr().err
-    assert main(["plan", "--set", "encoder.wrong=2"]) == 1
-    online = tmp_path / "sys/devices/system/cpu/online"
-    online.parent.mkdir(parents=True)
-    online.write_text("0-3")
-    argv = ["plan", "--sysroot", str(tmp_path), "--set", "encoder.workers=2", "--set", "arena.bytes=67108864"]
-    assert main(argv) == 0
-    assert re.search(r"encoder/1 +cpu .*32 MiB\npd/0", capsys.readouterr().out)
-    assert main([*argv, "--json"]) == 0
-    assert [spec["cpus"] for spec in json.loads(capsys.readouterr().out)] == [[2], [3], [0, 1]]
-
-
 def test_status_is_light(daemon):
     """A person waits for it, and scripts call it often."""
     code = ("import sys; from epdd.ctl.main import main; main(sys.argv[1:]); "

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from epdd.config import Config
-from epdd.errors import ArenaFull, MediaError, NoWorker, WorkerLost, WorkerTimeout
+from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, WorkerLost, WorkerTimeout
 from epdd.fleet.worker import State
 from tests.dispatch.fleet import expected, request, running
 
@@ -58,6 +58,14 @@ async def test_an_image_fault_is_the_clients_and_harms_nobody_else():
             await fleet.ask(request("bad", b"fine too", b"broken file"))
         assert caught.value.code == "image_parse_error" and caught.value.status == 400
         assert await good == [expected(b"fine")]
+        await fleet.at_rest()
+
+
+async def test_an_embedding_of_the_wrong_size_is_never_read():
+    async with running() as fleet:
+        with pytest.raises(ProtocolError):
+            await fleet.ask(request("r", b"lie"))
+        assert await fleet.ask(request("next", b"fine")) == [expected(b"fine")]
         await fleet.at_rest()
 
 

@@ -50,6 +50,14 @@ def test_earliest_counts_backlog_and_this_job():
     assert Router("earliest").pick(Pools([slow, full], 12)).worker is None      # worth waiting for
 
 
+@pytest.mark.parametrize("waiting, expected", [(0, None), (2, None), (3, "cpu0"), (50, "cpu0")])
+def test_earliest_uses_a_slow_worker_when_the_queue_behind_is_long_enough(waiting, expected):
+    # The GPU takes the head at 1.0 + 0.1 s and those behind it 0.1 s later each: the fourth ends at 1.4 > 1.35.
+    slow = Candidate("cpu0", "cpu", 0, True, seconds_left=0.0, seconds_for_job=1.35)
+    fast = Candidate("gpu0", "gpu", 2, False, seconds_left=1.0, seconds_for_job=0.1)
+    assert Router("earliest").pick(Pools([slow, fast], 12, waiting=waiting * 784.0, cost=784.0)).worker == expected
+
+
 def test_round_robin_takes_turns_and_keeps_a_turn_while_waiting():
     router = Router("round-robin")
     assert [router.pick(fleet([0, 0], [0.0])).worker for _ in range(4)] == ["cpu0", "cpu1", "gpu0", "cpu0"]

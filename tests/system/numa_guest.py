@@ -37,8 +37,10 @@ class Nvml(types.ModuleType):
     class NVMLError(Exception):
         pass
 
-    class NVMLError_LibraryNotFound(NVMLError):
+    class NVMLError_NotSupported(NVMLError):
         pass
+
+    NVMLError_LibraryNotFound = NVMLError_FunctionNotFound = NVMLError_NotSupported
 
     devices = sorted(path.parent.name for path in Path("/sys/bus/pci/devices").glob("*/class")
                      if path.read_text().startswith("0x03"))
@@ -55,7 +57,7 @@ class Nvml(types.ModuleType):
         return known.get(name, self._cannot)
 
     def _cannot(self, *args):
-        raise self.NVMLError("Not Supported")
+        raise self.NVMLError_NotSupported("Not Supported")
 
 
 def plan():

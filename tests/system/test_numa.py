@@ -20,7 +20,7 @@ def found(tmp_path_factory):
         pytest.skip(f"no NUMA machine: {reason}")
     printed = numa_machine.run("tests.system.numa_guest", tmp_path_factory.mktemp("numa"))
     _, _, line = printed.rpartition("## FOUND ")
-    assert line, printed[-6000:]
+    assert line.startswith("{"), printed[-6000:]
     return json.loads(line.splitlines()[0])
 
 

@@ -1,0 +1,114 @@
+"""`epdctl plan` and `epdctl topology`: this machine or a saved one, and which worker sits where on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epdd.ctl import client
+
+if TYPE_CHECKING:
+    from epdd.hardware.topology import Topology
+    from epdd.placement import Plan
+
+
+def add_verbs(verbs: Any) -> None:
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("--model", metavar="DIR", help="checkpoint folder")
+    settings.add_argument("--config", metavar="FILE", help="settings, as the daemon reads them")
+    settings.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
+
+    verb = verbs.add_parser("plan", parents=[settings],
+                            help="show which workers would run where; starts nothing, needs no daemon")
+    verb.add_argument("--why", action="store_true", help="say the reason for each decision")
+    verb.add_argument("--json", action="store_true", help="for programs")
+    _add_machine(verb, "--topology")
+    verb.set_defaults(run=_plan)
+
+    verb = verbs.add_parser("topology", parents=[settings],
+                            help="draw sockets, NUMA nodes, cores, memory, GPUs, and the workers on them")
+    verb.add_argument("--save", metavar="FILE", help="write the machine to a file for --load or plan --topology")
+    _add_machine(verb, "--load")
+    verb.set_defaults(run=_topology)
+
+
+def _add_machine(verb: argparse.ArgumentParser, load: str) -> None:
+    which = verb.add_mutually_exclusive_group()
+    which.add_argument(load, dest="load", metavar="FILE", help="a machine saved by epdctl topology --save")
+    which.add_argument("--sysroot", metavar="DIR", help="a copied machine: folder of its sys/ and proc/")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from epdd import placement
+    topology = _machine(args)
+    plan = _decide(args, topology)
+    print(json.dumps([asdict(spec) for spec in plan.specs], indent=2) if args.json
+          else placement.explain(plan.specs, topology, plan.why if args.why else ()))
+    return 0
+
+
+def _topology(args: argparse.Namespace) -> int:
+    from epdd.ctl import picture
+    from epdd.errors import StartupError
+    from epdd.hardware import saved
+    topology = _machine(args)
+    if args.save:
+        try:
+            saved.save(topology, Path(args.save))
+        except StartupError as error:
+            raise client.CtlError(error.message) from None
+        print(f"saved to {args.save}")
+        return 0
+    workers = None if args.load or args.sysroot else _running(args)
+    title = "workers as the daemon runs them"
+    if workers is None:
+        title = "workers as planned"
+        try:
+            workers = [picture.Worker(spec.name, spec.device, spec.cpus, spec.numa_node)
+                       for spec in _decide(args, topology).specs]
+        except client.CtlError as error:
+            # The machine is worth a look most of all where no plan fits it.
+            title, workers = f"no workers: {error}", []
+    print(picture.draw(topology, workers, title, colour=picture.wants_colour(sys.stdout)))
+    return 0
+
+
+def _running(args: argparse.Namespace) -> list[Any] | None:
+    """The running daemon's workers; None without one."""
+    from epdd.ctl import picture
+    try:
+        workers = client.ask(client.socket_of(args.socket), "status")["workers"]
+        return [picture.Worker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
+                               worker["state"]) for worker in workers]
+    except client.NotRunning:
+        return None
+    except KeyError as error:
+        raise client.CtlError(f"the daemon's answer has no {error}; is it of another version?") from None
+
+
+def _machine(args: argparse.Namespace) -> Topology:
+    from epdd.errors import StartupError
+    from epdd.hardware import saved
+    from epdd.hardware.probe import probe
+    try:
+        return saved.load(Path(args.load)) if args.load else probe(args.sysroot or "/")
+    except StartupError as error:
+        raise client.CtlError(error.message) from None
+
+
+def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
+    from epdd import config, families, placement
+    from epdd.errors import StartupError
+    argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
+    for item in args.set:
+        argv += ["--set", item]
+    try:
+        settings, _ = config.load(argv)
+        family = families.load(settings.model.path or str(families.DEMO))
+        return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family))
+    except StartupError as error:
+        raise client.CtlError(error.message) from None

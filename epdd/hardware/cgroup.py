@@ -1,0 +1,86 @@
+"""What control groups leave to this process: CPUs, memory nodes, memory, CPU time.  Versions 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from epdd.hardware import binding, sysfs
+
+_UNLIMITED = 1 << 60        # version 1 writes a number near 2^63 for "no limit"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """None: no limit, or none is told."""
+
+    cpus: set[int] | None = None
+    memory_nodes: set[int] | None = None
+    memory_bytes: int | None = None
+    cpu_quota: float | None = None      # CPUs' worth of time
+
+
+def read(sysroot: Path) -> Limits:
+    """The tightest of the limits from this process's group up to the root: each of them binds."""
+    cpus, nodes = _cpuset(sysroot)
+    memory = [sysfs.number(level / name) for level in _levels(sysroot, "memory")
+              for name in ("memory.max", "memory.limit_in_bytes")]
+    return Limits(
+        cpus=cpus, memory_nodes=nodes,
+        memory_bytes=min((limit for limit in memory if limit is not None and limit < _UNLIMITED), default=None),
+        cpu_quota=min(filter(None, map(_quota, _levels(sysroot, "cpu"))), default=None))
+
+
+def _cpuset(sysroot: Path) -> tuple[set[int] | None, set[int] | None]:
+    """The nearest level tells; what is effective there already heeds the levels above."""
+    cpus = nodes = None
+    for level in _levels(sysroot, "cpuset"):
+        # Version 2, version 1, and version 1 mounted as the "cpuset" filesystem it once was.
+        for prefix, suffix in (("cpuset.", ".effective"), ("cpuset.effective_", ""), ("cpuset.", ""), ("", "")):
+            cpus = cpus or sysfs.numbers(level / f"{prefix}cpus{suffix}")
+            nodes = nodes or sysfs.numbers(level / f"{prefix}mems{suffix}")
+    # The kernel's own sum of it all, less what a binding memory policy (NUMAPolicy=) takes away.
+    return cpus, binding.allowed_nodes(sysroot / "proc/self") or nodes
+
+
+def _quota(level: Path) -> float | None:
+    fields = (sysfs.text(level / "cpu.max") or "").split()
+    if len(fields) == 2 and all(field.isdecimal() for field in fields):
+        quota, period = map(int, fields)
+    else:
+        quota, period = sysfs.number(level / "cpu.cfs_quota_us") or 0, sysfs.number(level / "cpu.cfs_period_us") or 0
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _levels(sysroot: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's group for a controller, the own one first, then up to the mount."""
+    for kind, options, mount in _mounts(sysroot):
+        if kind == "cgroup2":
+            path = _group(sysroot, "")
+        elif kind == "cgroup" and controller in options or kind == "cpuset" == controller:
+            path = _group(sysroot, controller)
+        else:
+            continue
+        if path is None:
+            # Old kernels have only this file, and it is the cpuset's path alone.
+            path = (sysfs.text(sysroot / "proc/self/cpuset") or "/") if controller == "cpuset" else "/"
+        # Inside a container the path may be the host's; levels that are not here have no files.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
+
+
+def _mounts(sysroot: Path) -> list[tuple[str, list[str], Path]]:
+    """(filesystem, options, folder) of everything that could hold a control group."""
+    lines = [line.split() for line in (sysfs.text(sysroot / "proc/mounts") or "").splitlines()]
+    return [(fields[2], fields[3].split(","), sysroot / fields[1].lstrip("/"))
+            for fields in lines if len(fields) >= 4 and fields[2] in ("cgroup", "cgroup2", "cpuset")]
+
+
+def _group(sysroot: Path, controller: str) -> str | None:
+    for line in (sysfs.text(sysroot / "proc/self/cgroup") or "").splitlines():
+        _, found, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
+        if controller in found.split(","):
+            return path
+    return None

@@ -1,0 +1,74 @@
+"""How many workers of each role, and how many of them on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epdd.config import Config
+from epdd.errors import PlacementError
+from epdd.hardware.topology import Gpu, Topology, plural
+from epdd.placement.seats import Seat
+from epdd.wishes import ROLES, count
+
+
+def decide(topology: Topology, config: Config, domains: int, asked: Sequence[Seat]) -> tuple[list[Seat], list[str]]:
+    """Seats of the roles that have no [[worker]] tables, and the reasons.  Raises PlacementError."""
+    taken = {seat.gpu.index for seat in asked if seat.gpu}
+    gpus = [gpu for gpu in topology.gpus if gpu.index not in taken]
+    listed = {role for role in ROLES if any(seat.role == role for seat in asked)}
+    encoder_gpus, encoder_cpus, pd_gpus, pd_cpus = _split(config, gpus, domains, listed)
+    if encoder_gpus + pd_gpus > len(gpus):
+        raise PlacementError(f"encoder.workers is {config.encoder.workers}, pd.workers is {config.pd.workers}: that "
+                             f"takes {plural(encoder_gpus + pd_gpus, 'GPU')}; {_there(gpus, topology)}")
+    roles = ["encoder"] * encoder_gpus + ["pd"] * pd_gpus
+    seats = [Seat(role, gpu=gpu) for role, gpu in zip(roles, gpus)]
+    seats += [Seat("encoder", threads=config.encoder.threads) for _ in range(encoder_cpus)]
+    seats += [Seat("pd", threads=config.pd.threads) for _ in range(pd_cpus)]
+    why = [f"{role}: {plural(sum(seat.role == role for seat in asked), 'worker')} as the [[worker]] tables say"
+           for role in ROLES if role in listed]
+    for role, on_gpus, on_cpus in (("encoder", encoder_gpus, encoder_cpus), ("pd", pd_gpus, pd_cpus)):
+        if role not in listed:
+            workers = getattr(config, role).workers
+            reason = _automatic(role, on_gpus, on_cpus) if count(workers, role).total == 0 else f"asked: {workers}"
+            why.append(f"{role}: {on_gpus} on GPUs, {on_cpus} on CPUs: {reason}")
+    return seats, why
+
+
+def _split(config: Config, gpus: Sequence[Gpu], domains: int, listed: set[str]) -> tuple[int, int, int, int]:
+    """Encoders on GPUs and CPUs, prefill-decode workers on GPUs and CPUs."""
+    encoders, pds = count(config.encoder.workers, "encoder.workers"), count(config.pd.workers, "pd.workers")
+    encoder_gpus, encoder_cpus = encoders.split or (0, 0)
+    if "pd" in listed:
+        pd_gpus, pd_cpus = 0, 0
+    elif pds.split:
+        pd_gpus, pd_cpus = pds.split
+    elif pds.total:
+        pd_gpus, pd_cpus = (pds.total, 0) if gpus else (0, pds.total)
+    else:
+        # One GPU encoder feeds several prefill-decode workers: decoding keeps a GPU busy far longer than encoding did.
+        spared = encoder_gpus if encoders.split else 0 if "encoder" in listed else int(len(gpus) > 1)
+        pd_gpus = max(0, len(gpus) - spared)
+        pd_cpus = 0 if pd_gpus else 1
+    if "encoder" in listed:
+        return 0, 0, pd_gpus, pd_cpus
+    if not encoders.split:
+        encoder_gpus = max(0, len(gpus) - pd_gpus)
+        encoder_cpus = domains
+        if encoders.total:
+            encoder_gpus = min(encoder_gpus, encoders.total)
+            encoder_cpus = encoders.total - encoder_gpus
+    return encoder_gpus, encoder_cpus, pd_gpus, pd_cpus
+
+
+def _automatic(role: str, on_gpus: int, on_cpus: int) -> str:
+    if role == "encoder":
+        every = "every NUMA node with CPUs and memory encodes"
+        return f"{every}, and one GPU feeds the others" if on_gpus == 1 else (
+            f"{every}, and so do the GPUs that are left" if on_gpus else every)
+    return "GPUs decode far faster than CPUs" if on_gpus else "one is enough to batch all requests"
+
+
+def _there(gpus: Sequence[Gpu], topology: Topology) -> str:
+    taken = len(topology.gpus) - len(gpus)
+    there = f"there {'is' if len(topology.gpus) == 1 else 'are'} {plural(len(topology.gpus), 'GPU')}"
+    return f"{there}, {taken} of them in [[worker]] tables" if taken else there

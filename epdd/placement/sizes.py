@@ -1,0 +1,92 @@
+"""Worker specs from seats: the bytes of the arena and of KV caches, and what all workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from epdd import arena
+from epdd.config import Config
+from epdd.errors import PlacementError
+from epdd.families import Family
+from epdd.hardware.topology import Topology
+from epdd.placement.seats import Seat
+from epdd.wire import WorkerSpec
+
+ARENA_BYTES_MIN = 64 << 20
+ARENA_BYTES_MAX = 4 << 30           # unless the operator asks for more
+KV_BYTES_MAX = 8 << 30              # likewise
+IMAGES_IN_ARENA = 1024              # of the largest size: more are never in flight
+
+
+def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
+    """Size of the arena in bytes, whole pages.  Raises PlacementError if memory cannot hold it."""
+    image = family.embedding_bytes(family.rows_max)
+    size = config.arena.bytes
+    if not size:
+        size = min(ARENA_BYTES_MAX, IMAGES_IN_ARENA * image, (topology.memory_bytes or ARENA_BYTES_MAX * 4) // 4)
+        size = max(size, ARENA_BYTES_MIN, image)
+    if topology.memory_bytes and size > topology.memory_bytes:
+        reason = "arena.bytes" if config.arena.bytes else "the largest image's embedding"
+        raise PlacementError(f"{reason} is {size_text(size)}; "
+                             f"the machine has {size_text(topology.memory_bytes)} of memory")
+    return -(-size // arena.PAGE) * arena.PAGE
+
+
+def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Family,
+          arena_bytes: int) -> list[WorkerSpec]:
+    """One for each seat, encoders first.  Raises PlacementError if memory cannot hold what is asked for."""
+    encoders = [seat for seat in seats if seat.role == "encoder"]
+    pds = [seat for seat in seats if seat.role == "pd"]
+    common = WorkerSpec(
+        name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
+        dtype=config.model.dtype, arena_bytes=arena_bytes, token_budget=config.pd.token_budget,
+        batch_max=config.pd.batch_max, context_max=config.model.context_max, log_level=config.log.level)
+    slices = arena.slices(arena_bytes, len(encoders))
+    made = []
+    for i, seat in enumerate(encoders):
+        made.append(replace(_seated(common, seat, i), arena_slice=slices[i]))
+    for i, seat in enumerate(pds):
+        kv_bytes = _kv_bytes(config, seat, topology, pds)
+        made.append(replace(_seated(common, seat, i), kv_tokens=config.pd.kv_tokens, kv_bytes=kv_bytes))
+    return made
+
+
+def _seated(common: WorkerSpec, seat: Seat, i: int) -> WorkerSpec:
+    return replace(common, name=f"{seat.role}/{i}", role=seat.role, cpus=seat.cpus, threads=seat.threads,
+                   device="cpu" if seat.gpu is None else f"cuda:{seat.gpu.index}", numa_node=seat.node)
+
+
+def _kv_bytes(config: Config, seat: Seat, topology: Topology, pds: Sequence[Seat]) -> int:
+    """KV cache of one PD worker, in its device's memory; PD workers on CPUs share the machine's."""
+    memory = topology.memory_bytes if seat.gpu is None else seat.gpu.memory_bytes
+    if config.pd.kv_bytes:
+        if memory and config.pd.kv_bytes > memory:
+            raise PlacementError(f"pd.kv_bytes is {size_text(config.pd.kv_bytes)}; the "
+                                 f"{'machine' if seat.gpu is None else 'GPU'} has {size_text(memory)} of memory")
+        return config.pd.kv_bytes
+    share = (memory or KV_BYTES_MAX * 8) // 8
+    if seat.gpu is not None:
+        return min(KV_BYTES_MAX, share)
+    on_cpus = [other.node for other in pds if other.gpu is None]
+    # It is bound to one NUMA node, which must also hold the weights and an encoder.
+    own = [node.memory_bytes for node in topology.nodes if node.id == seat.node and node.memory_bytes]
+    return min(KV_BYTES_MAX, share // len(on_cpus), *(memory // 2 // on_cpus.count(seat.node) for memory in own))
+
+
+def dtype_reason(topology: Topology, config: Config) -> str:
+    """What the CPUs can do decides what workers on them compute in; each asks torch as well."""
+    if config.model.dtype != "auto":
+        return f"model.dtype is {config.model.dtype}, as asked"
+    if topology.bf16:
+        return f"CPUs can compute in bfloat16: they have {'AMX' if topology.amx else 'AVX512-BF16'}"
+    amx = "the kernel does not allow AMX" if "amx_bf16" in topology.flags else "they have neither AMX nor AVX512-BF16"
+    return f"CPUs compute in float32: {amx}"
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size >= scale:
+            return f"{size / scale:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size} bytes"

@@ -26,6 +26,7 @@ from epdd.dispatch.pipeline import Pipeline
 from epdd.errors import ConfigError, StartupError
 from epdd.families import Family
 from epdd.fleet.process import ForkServer
+from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor, preload_modules
 from epdd.fleet.worker import State, Worker
 from epdd.frontend import app, terminal
@@ -57,11 +58,18 @@ def main(argv: list[str] | None = None) -> int:
         for warning in topology.warnings:
             logger.warning("topology %s", warning)
         size = placement.arena_bytes(settings, topology, family)
+
+        def plan() -> list[WorkerSpec]:
+            # The main thread's CPUs, since a thread of the executor may have kept others.  The GPUs as at the start:
+            # a driver that fails for a moment must not move their workers to CPUs.
+            now = probe(affinity=os.sched_getaffinity(os.getpid()), gpus_known=topology.gpus)
+            return placement.plan(now, settings, family, size)
+
         specs = placement.plan(topology, settings, family, size)
         if args.plan:
             print(placement.explain(specs, topology))
             return 0
-        return uvloop.run(Daemon(settings, family, specs, size, arguments).run())
+        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan).run())
     except StartupError as error:
         print(f"epdd: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -86,10 +94,11 @@ class Daemon:
     """All parts, made in the order they need each other."""
 
     def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
-                 arguments: list[str]) -> None:
+                 arguments: list[str], plan: Callable[[], list[WorkerSpec]]) -> None:
         self._settings = settings
         self._arguments = arguments
         self._stop = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
         self._exit_code = 0
         self._announced = False
         folder = Path(family.folder)
@@ -98,12 +107,13 @@ class Daemon:
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes), settings.fleet,
                                       ForkServer(preload_modules(family.model_type)), self._changed)
+        self._seating = Seating(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
         self._encoding = Encoding(self._supervisor, self._leases, settings, family)
         self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission)
         stats = RequestStats()
-        self._status = Status(settings, family, name, self._supervisor, self._leases, self._encoding,
-                              self._admission, stats)
+        self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
+                              self._encoding, self._admission, stats)
         self._context = Context(
             config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
@@ -118,7 +128,6 @@ class Daemon:
         await runner.setup()
         _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
         admin: AdminServer | None = None
-        background: list[asyncio.Task[None]] = []
         try:
             # The API answers before the workers are up: /health says "starting", requests get 503.
             port = self._status.port = await self._listen(runner)
@@ -129,11 +138,12 @@ class Daemon:
                         port, path, os.getpid())
             self._supervisor.start()
             self._terminal.show(self._supervisor.workers)
-            background = [asyncio.create_task(self._report()), asyncio.create_task(self._feed_watchdog())]
+            self._background |= {asyncio.create_task(part) for part in
+                                 (self._report(), self._feed_watchdog(), self._seating.watch())}
             await self._stop.wait()
             await self._drain()
         finally:
-            for task in background:
+            for task in self._background:
                 task.cancel()
             self._terminal.stop()
             await self._supervisor.stop()
@@ -188,6 +198,10 @@ class Daemon:
             log.setup(fresh.log.level)
             self._encoding.configure(fresh.router)
             self._pipeline.fleet_changed()
+            # CPUs may have come or gone; settings of placement are those of the start.
+            look = asyncio.create_task(self._seating.look(plan_anew=True))
+            self._background.add(look)
+            look.add_done_callback(self._background.discard)
             logger.info("reloaded policy=%s ratio=%s level=%s", fresh.router.policy, fresh.router.ratio or "auto",
                         fresh.log.level)
         if self._announced:     # before that it would say that the start is over
@@ -236,6 +250,6 @@ class Daemon:
         """Tell systemd we are alive, from the loop that serves and only while no worker is stuck."""
         interval = systemd.watchdog_interval()
         while interval:
-            if self._supervisor.progressing:
+            if self._supervisor.silence.progressing:
                 systemd.notify(WATCHDOG="1")
             await asyncio.sleep(interval)

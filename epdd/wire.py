@@ -46,6 +46,11 @@ class WorkerSpec:
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"
 
+    @property
+    def seat(self) -> tuple[str, tuple[int, ...], int | None, int]:
+        """Where it sits: what cannot change while it runs."""
+        return self.device, self.cpus, self.numa_node, self.threads
+
 
 # --- parts of messages
 

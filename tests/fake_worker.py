@@ -15,8 +15,9 @@ import sys
 import time
 
 from epdd.arena import Mapping
-from epdd.wire import (Beat, Binding, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, Loading,
+from epdd.wire import (Beat, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, Loading,
                        Prefilled, Ready, Tokens, pack)
+from epdd.worker import affinity
 
 
 def fingerprint(data: bytes) -> int:
@@ -39,7 +40,7 @@ class FakeWorker:
             self.say(Failed("", "bad_model", "no weights here"))
             sys.exit(code)
         samples = ((100, 0.1), (200, 0.2)) if self.spec.role == "encoder" else ()
-        self.say(Ready(Binding((0,), (), 1), "float32", kv_tokens=4096, context_max=2048, samples=samples))
+        self.say(Ready(affinity.bind(self.spec), "float32", kv_tokens=4096, context_max=2048, samples=samples))
         while True:
             readable, _, _ = select.select([self.sock], [], [], 0 if self.todo else 0.2)
             if readable:

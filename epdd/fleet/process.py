@@ -49,7 +49,7 @@ class ForkServer:
         process = self._context.Process(target=target, name=spec.name, daemon=True,
                                         args=(spec, _Descriptor(worker_end.fileno()), _Descriptor(arena_fd)))
         # start() blocks until the fork server answers, which at the first time is seconds.
-        await asyncio.get_running_loop().run_in_executor(None, process.start)
+        await asyncio.get_running_loop().run_in_executor(None, _start, process)
         # Off multiprocess's list: the next start, in another thread, would look for an exit code there too,
         # and only one of two readers gets it.
         processes._children.discard(process)
@@ -74,6 +74,14 @@ class ForkServer:
         gone.register(pidfd, select.POLLIN)
         gone.poll(KILL_WAIT_S * 1000)
         os.close(pidfd)
+
+
+def _start(process: Any) -> None:
+    """Start it, in a thread of the executor."""
+    # Blocked here it is blocked in what this thread starts, over fork and exec: closing the terminal, or a reload
+    # sent to the whole group, is for the daemon, whose main thread takes it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    process.start()
 
 
 class Process:

@@ -1,4 +1,4 @@
-"""Keeps every wanted worker alive: spawn, watch, restart with backoff, drain, stop.
+"""Keeps every wanted worker alive: spawn, restart with backoff, drain, move to another seat, stop.
 
 One task a worker.  Work lost with a process is failed here, after its exit, and nowhere else.
 """
@@ -16,12 +16,12 @@ from epdd.config import Fleet
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet.channel import Channel
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
+from epdd.fleet.silence import SilenceWatch
 from epdd.fleet.worker import State, Worker
+from epdd.hardware.topology import ranges
 from epdd.wire import Beat, Failed, Loading, Ready, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)
-
-WATCH_S = 1.0               # how often silence is looked at
 
 
 class Supervisor:
@@ -34,13 +34,15 @@ class Supervisor:
         self._config = config
         self._fork_server = fork_server
         self._on_change = on_change
+        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop())
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to bring all workers up; returns at once."""
-        self._tasks = [asyncio.create_task(self._keep(worker), name=worker.name) for worker in self.workers]
-        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
+        for worker in self.workers:
+            self._begin(worker)
+        self._tasks.append(asyncio.create_task(self.silence.run(), name="watch"))
 
     def role(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers if worker.role == role]
@@ -69,17 +71,44 @@ class Supervisor:
         elif worker.state is State.FAILED and not self.stopping:
             # Not FAILED from here on, or a second resume would put a second process beside it.
             self._set(worker, State.STARTING)
-            self._tasks = [task for task in self._tasks if not task.done()]
-            self._tasks.append(asyncio.create_task(self._keep(worker), name=worker.name))
+            self._begin(worker)
 
     def restart(self, name: str) -> None:
         """End the process now; the supervisor brings a new one up, work in flight is placed again."""
         worker = self.find(name)
         if worker.process is not None:
             worker.restarting = True
+            if worker.state is State.READY:
+                self._set(worker, State.DRAINING)       # what it would be given now would be lost
             worker.process.terminate()
         elif worker.state is State.FAILED:
             self.resume(name)
+
+    def reconcile(self, specs: Iterable[WorkerSpec]) -> list[str]:
+        """Make `specs` the wanted fleet: a worker whose seat is the same is left alone.  Returns what changes."""
+        wanted, changes = {spec.name: spec for spec in specs}, []
+        for name, spec in wanted.items():
+            worker = next((worker for worker in self.workers if worker.name == name), None)
+            if worker is None:
+                worker = Worker(spec)
+                self.workers.append(worker)
+                self._begin(worker)
+                changes.append(f"{name} starts on {_place(spec)}")
+                continue
+            before, worker.spec = worker.spec, spec
+            if before.seat != spec.seat or not worker.wanted:
+                worker.wanted = True
+                changes.append(f"{name} moves from {_place(before)} to {_place(spec)}")
+                self.restart(name)
+        for worker in [worker for worker in self.workers if worker.wanted and worker.name not in wanted]:
+            worker.wanted = False
+            changes.append(f"{worker.name} stops, there is no place for it")
+            if worker.state is State.FAILED:
+                self.workers.remove(worker)
+            else:
+                self.restart(worker.name)
+        self.workers.sort(key=lambda worker: (worker.role, len(worker.name), worker.name))
+        return changes
 
     async def stop(self) -> None:
         """End all workers and wait until they are gone."""
@@ -111,11 +140,11 @@ class Supervisor:
     async def _keep(self, worker: Worker) -> None:
         """Bring `worker` up again and again until the daemon stops or the worker is given up."""
         failures = 0
-        while not self.stopping:
+        while not self.stopping and worker.wanted:
             exit_code = await self._live_once(worker)
             if self.stopping:
                 break
-            if worker.ready is not None:
+            if worker.ready is not None or worker.restarting:
                 failures = 0
                 level = logging.INFO if worker.restarting else logging.ERROR
                 log.log(level, "%s lost pid=%s %s", worker.name, worker.process and worker.process.pid,
@@ -125,7 +154,8 @@ class Supervisor:
                 log.error("%s died before ready: %s", worker.name, worker.last_error)
             worker.process = worker.channel = worker.ready = None
             # A worker that had been well once may only lack memory for the moment: that can pass.
-            if (exit_code == StartupError.exit_code and not worker.was_ready) or failures >= self._config.failures_max:
+            hopeless = exit_code == StartupError.exit_code and not worker.was_ready
+            if not worker.restarting and (hopeless or failures >= self._config.failures_max):
                 self._set(worker, State.FAILED)
                 log.error("%s given up after %s failures: %s", worker.name, failures, worker.last_error)
                 return
@@ -134,7 +164,14 @@ class Supervisor:
                 await asyncio.sleep(min(self._config.backoff_s * 2 ** (failures - 1), self._config.backoff_max_s))
             worker.restarts += 1
         worker.process = worker.channel = worker.ready = None
-        self._set(worker, State.GONE)
+        if not worker.wanted:
+            self.workers.remove(worker)
+        worker.state = State.GONE
+        self._tell(worker)      # told of its end already, a listener did not know yet that it will not come back
+
+    def _begin(self, worker: Worker) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(self._keep(worker), name=worker.name))
 
     async def _live_once(self, worker: Worker) -> int:
         """One process from spawn to exit; returns its exit code with all its work failed."""
@@ -143,6 +180,7 @@ class Supervisor:
         worker.restarting = False
         worker.began = time.monotonic()
         self._set(worker, State.STARTING)
+        seat = worker.spec.seat
         try:
             process, ours = await self._spawn(worker)
         except (OSError, EOFError) as error:
@@ -150,7 +188,8 @@ class Supervisor:
             self._set(worker, State.GONE)
             return 1
         worker.process, worker.channel = process, Channel(ours)
-        if self.stopping:
+        if self.stopping or not worker.wanted or worker.spec.seat != seat:     # decided while it forked
+            worker.restarting = True
             process.terminate()
         return await self._serve(worker, process, worker.channel)
 
@@ -211,48 +250,6 @@ class Supervisor:
                      worker.process and worker.process.pid, message.binding.cpus, message.dtype)
             self._set(worker, State.DRAINING if worker.drained else State.READY)
 
-    async def _watch(self) -> None:
-        """Kill workers that are silent or starting for too long: alive is not the same as working."""
-        looked = time.monotonic()
-        while not self.stopping:
-            await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            if now - looked > 2 * WATCH_S:
-                self._excuse(now - looked, now)
-            looked = now
-            for worker in self.workers:
-                if worker.state is State.STARTING:
-                    self._watch_start(worker, now - worker.began)
-                elif worker.process and worker.channel and worker.silence_s(now) > self._config.stall_s:
-                    silent = now - worker.channel.last_heard
-                    worker.last_error = f"silent for {silent:.0f} s"
-                    log.error("%s silent seconds=%.0f, killing it", worker.name, silent)
-                    worker.process.kill()
-
-    def _watch_start(self, worker: Worker, seconds: float) -> None:
-        if seconds <= self._config.start_timeout_s:
-            return
-        worker.last_error = f"not ready after {seconds:.0f} s"
-        log.error("%s not ready seconds=%.0f, killing it", worker.name, seconds)
-        if worker.process is not None:
-            worker.process.kill()
-        else:
-            self._fork_server.stop()        # it never forked: only another can
-
-    def _excuse(self, seconds: float, now: float) -> None:
-        """The daemon itself stood still (a frozen container, a stopped process): it could hear nobody meanwhile."""
-        log.warning("epdd stood still seconds=%.1f", seconds)
-        for worker in self.workers:
-            worker.began = min(now, worker.began + seconds)
-            if worker.channel is not None:
-                worker.channel.last_heard = min(now, worker.channel.last_heard + seconds)
-
-    @property
-    def progressing(self) -> bool:
-        """False while a worker is silent beyond its excuse: then the watchdog is not fed."""
-        now = time.monotonic()
-        return all(worker.silence_s(now) <= self._config.stall_s for worker in self.workers)
-
     def _set(self, worker: Worker, state: State) -> None:
         if worker.state is not state:
             worker.state = state
@@ -274,6 +271,11 @@ def describe_exit(code: int) -> str:
         names = {number.value: number.name for number in signal.Signals}
         return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name
     return f"exit code {code}"
+
+
+def _place(spec: WorkerSpec) -> str:
+    where = "" if spec.numa_node is None else f" of NUMA node {spec.numa_node}"
+    return f"CPUs {ranges(spec.cpus)}{where}" if spec.cpus else f"any CPUs{where}"
 
 
 def preload_modules(model_type: str) -> list[str]:

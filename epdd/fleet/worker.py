@@ -52,7 +52,8 @@ class Worker:
         self.was_ready = False                  # ever
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
-        self.restarting = False                 # an operator asked for it
+        self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
+        self.wanted = True                      # False: no seat for it any more; it goes when its process has
         self.drained = False                    # an operator took it out of rotation; outlives the process
         self.began = time.monotonic()           # of the last start
         self.restarts = 0

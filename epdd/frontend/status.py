@@ -14,20 +14,24 @@ from epdd.dispatch.leases import Leases
 from epdd.dispatch.router import CPU, GPU
 from epdd.families import Family
 from epdd.fleet.process import resident_bytes
+from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
 from epdd.frontend.metrics import RequestStats
+from epdd.hardware import binding
+from epdd.hardware.topology import ranges
 
 
 class Status:
     """Knows where each number lives."""
 
-    def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, leases: Leases,
-                 encoding: Encoding, admission: Admission, stats: RequestStats) -> None:
+    def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, seating: Seating,
+                 leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats) -> None:
         self._config = config
         self._family = family
         self._model_name = model_name
         self._supervisor = supervisor
+        self._seating = seating
         self._leases = leases
         self._encoding = encoding
         self._admission = admission
@@ -40,6 +44,8 @@ class Status:
         workers = self._supervisor.workers
         why = [f"{worker.name} {worker.state.value}{': ' if worker.last_error else ''}{worker.last_error}"
                for worker in workers if worker.state is not State.READY]
+        if self._seating.error:
+            why.append(f"workers stay where they were placed: {self._seating.error}")
         if self._admission.draining:
             return "draining", why
         roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
@@ -68,6 +74,7 @@ class Status:
                       "context_max": self._admission.context_max()},
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
+            "placement": {"changes": self._seating.changes, "error": self._seating.error},
             "router": self._router(), "arena": self._arena(), "cache": self._cache(),
             "requests": self._stats.snapshot() | {"running": self._admission.inside},
         }
@@ -75,11 +82,16 @@ class Status:
     def _worker(self, worker: Worker) -> dict[str, Any]:
         ready = worker.ready
         held = self._encoding.table.on(worker.name)
+        pid = worker.process.pid if worker.process and ready else None
+        # As the kernel has it now; what the worker read back at its start may be history.
+        cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
+        policy, nodes = binding.policy(binding.folder(pid)) if pid else ("", set())
         return {
             "name": worker.name, "role": worker.role, "device": worker.spec.device, "state": worker.state.value,
             "pid": worker.process.pid if worker.process else None,
-            "cpus": list(ready.binding.cpus) if ready else None, "numa_node": worker.spec.numa_node,
-            "mem_nodes": list(ready.binding.mem_nodes) if ready else None,
+            "cpus": cpus or None, "numa_node": worker.spec.numa_node,
+            "mem_nodes": list(binding.memory_nodes(binding.folder(pid))) if pid else None,
+            "mem_policy": f"{policy}:{ranges(nodes)}" if nodes else policy or None,
             "threads": ready.binding.threads if ready else worker.spec.threads,
             "warning": ready.binding.warning if ready else "",
             "stage": worker.loading.stage if worker.state is State.STARTING else None,

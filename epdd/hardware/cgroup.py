@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from epdd.hardware import sysfs
+from epdd.hardware import binding, sysfs
 
 _UNLIMITED = 1 << 60        # version 1 writes a number near 2^63 for "no limit"
 
@@ -41,9 +40,8 @@ def _cpuset(sysroot: Path) -> tuple[set[int] | None, set[int] | None]:
         for prefix, suffix in (("cpuset.", ".effective"), ("cpuset.effective_", ""), ("cpuset.", ""), ("", "")):
             cpus = cpus or sysfs.numbers(level / f"{prefix}cpus{suffix}")
             nodes = nodes or sysfs.numbers(level / f"{prefix}mems{suffix}")
-    status = sysfs.text(sysroot / "proc/self/status") or ""
-    told = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)      # the kernel's own sum of it all
-    return cpus, (sysfs.parse(told[1]) if told else None) or nodes
+    # The kernel's own sum of it all, less what a binding memory policy (NUMAPolicy=) takes away.
+    return cpus, binding.allowed_nodes(sysroot / "proc/self") or nodes
 
 
 def _quota(level: Path) -> float | None:

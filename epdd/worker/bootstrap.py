@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -43,19 +44,20 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     """
     begin = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # the terminal's Ctrl-C is the daemon's to handle
-    _name_process(f"epdd {spec.name}")
+    name_thread(f"epdd {spec.name}")
     logs.setup(spec.log_level)
     # Invariant: bound before the first thread and torch operation, for both inherit the binding.
     binding = importlib.import_module("epdd.worker.affinity").bind(spec)
+    spec = replace(spec, threads=binding.threads)
     fd = sock.detach()
     leaving = threading.Event()
     threading.Thread(target=_exit_with_daemon, args=(os.dup(fd), leaving), daemon=True).start()
     loop = importlib.import_module("epdd.worker.loop")
     connection = loop.Connection(fd)
-    if binding.warning:
-        log.warning("%s: %s", spec.name, binding.warning)
     try:
         role, ready = _start(spec, arena, connection)
+        # Threads as torch has them; its own word is in what the role made.
+        binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
         connection.send(msgspec.structs.replace(ready, binding=binding, seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
@@ -80,7 +82,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     # spec.device counts as NVML does: all GPUs, in the order of the bus.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    torch.set_num_threads(max(1, spec.threads))
+    torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
     module, name = ROLES[spec.role]
     role_class = getattr(importlib.import_module(module), name)
@@ -114,6 +116,7 @@ def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> Non
 
 def _exit_with_daemon(fd: int, leaving: threading.Event) -> None:
     """End the process as soon as the daemon's end is closed, also in the middle of a long kernel."""
+    name_thread("hang-up")
     poll = select.poll()
     poll.register(fd, select.POLLHUP | select.POLLRDHUP)
     while not poll.poll():
@@ -122,6 +125,6 @@ def _exit_with_daemon(fd: int, leaving: threading.Event) -> None:
         os._exit(0)
 
 
-def _name_process(name: str) -> None:
-    """What ps and top show, at most 15 bytes."""
+def name_thread(name: str) -> None:
+    """What ps and top show for this thread and those it will start, at most 15 bytes."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -23,6 +23,7 @@ from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker import load, prepack, preprocess
+from epdd.worker.bootstrap import name_thread
 from epdd.worker.loop import Send, failed
 
 # Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
@@ -84,7 +85,7 @@ class Encoder:
         prepack.pack(self.tower)
         self._waiting: deque[Job] = deque()
         # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="preprocess")
+        self._helper = ThreadPoolExecutor(1, initializer=name_thread, initargs=("preprocess",))
         self._steps = 0
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:

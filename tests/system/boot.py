@@ -90,6 +90,18 @@ class Machine:
     def journal(self) -> str:
         return self.run("journalctl", "-u", "epdd", "-o", "cat", "-n", "60", "--no-pager", check=False).stdout
 
+    def processes(self) -> list[int]:
+        """The service's processes, as this side numbers them."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cgroup"):
+            try:
+                group = path.read_text().rpartition("0::")[2].strip()
+            except OSError:
+                continue        # it ended meanwhile
+            if "/epdd-test-" in group and group.endswith("/epdd.service"):
+                found.append(int(path.parent.name))
+        return found
+
     def _nspawn(self) -> list[str]:
         units = self._folder / "units"
         (units / "epdd.service.d").mkdir(parents=True)

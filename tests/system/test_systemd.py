@@ -3,8 +3,11 @@
 import base64
 import io
 import json
+import os
 import re
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -41,9 +44,9 @@ def settings(machine, text):
     machine.run("sh", "-c", f"cat > /etc/epdd/epdd.toml <<'END'\n{text}\nEND")
 
 
-def epdctl(machine, *argv):
+def epdctl(machine, *argv, check=True):
     environment = ("env", "PYTHONPATH=/opt/epdd/source", "LD_LIBRARY_PATH=/opt/epdd/python/lib")
-    return machine.run(*environment, PYTHON, "-m", "epdd.ctl.main", *argv)
+    return machine.run(*environment, PYTHON, "-m", "epdd.ctl.main", *argv, check=check)
 
 
 def red_square():
@@ -96,6 +99,81 @@ def test_reload_takes_new_settings_and_refuses_broken_ones(service):
     assert json.loads(epdctl(service, "status", "--json").stdout)["router"]["policy"] == "earliest"
     assert "router.policy is 'best'" in service.journal()
     assert service.show("MainPID") == pid
+
+
+@contextmanager
+def cpus_taken_away(machine, before, after):
+    """What AllowedCPUs= does to a running service; yields a call that sets it to `before` again."""
+    controllers = machine.run("cat", "/sys/fs/cgroup/cgroup.controllers").stdout.split()
+    if "cpuset" in controllers:
+        def allow(cpus):
+            machine.run("systemctl", "set-property", "--runtime", "epdd.service", f"AllowedCPUs={cpus}")
+
+        allow(after)
+        yield lambda: allow(before)
+        allow("")
+        return
+    # The kernel has its cpusets in a hierarchy of version 1, which systemd does not use: the same by hand.
+    group = Path(f"/sys/fs/cgroup/cpuset/epdd-test-{os.getpid()}")
+    if not group.parent.exists():
+        pytest.skip("this kernel offers the container no cpuset, in neither version")
+    group.mkdir()
+    try:
+        (group / "cpuset.mems").write_text((group.parent / "cpuset.mems").read_text())
+        (group / "cpuset.cpus").write_text(before)
+        for pid in machine.processes():
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "cpuset.cpus").write_text(after)
+        yield lambda: (group / "cpuset.cpus").write_text(before)
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+def wait_for_workers(machine, right):
+    """Status once `right(status)` holds and all serve."""
+    end = time.monotonic() + 60
+    while True:
+        status = json.loads(epdctl(machine, "status", "--json", check=False).stdout)     # 1: not ready
+        if status["state"] == "ready" and right(status):
+            return status
+        assert time.monotonic() < end, f"{status}\n{machine.journal()}"
+        time.sleep(0.5)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_cpus_taken_away_while_running_are_noticed(service):
+    first, last = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+    at_start = json.loads(epdctl(service, "status", "--json").stdout)["workers"]
+    before = {worker["name"]: worker["cpus"] for worker in at_start}
+    with cpus_taken_away(service, f"{first},{last}", str(last)) as given_back:
+        # The kernel takes the CPUs at once; that the workers are placed anew is ours.
+        status = wait_for_workers(service, lambda status: status["placement"]["changes"])
+        assert [worker["cpus"] for worker in status["workers"]] == [[last]] * len(at_start)
+        assert all(change.endswith(f" to CPUs {last} of NUMA node 0") for change in status["placement"]["changes"])
+        pids = {worker["name"]: worker["pid"] for worker in status["workers"]}
+        stayed = [worker["name"] for worker in at_start if worker["cpus"] == [last]]
+        assert all(pids[worker["name"]] == worker["pid"] for worker in at_start if worker["name"] in stayed)
+        assert epdctl(service, "chat", "-i", red_square(), "What colour is it?").stdout.strip()
+        given_back()
+        wait_for_workers(service, lambda status: len(status["placement"]["changes"]) > len(at_start) - len(stayed)
+                         and {worker["name"]: worker["cpus"] for worker in status["workers"]} == before)
+    assert f"epdd may use CPUs {last}, " in service.journal()
+
+
+def test_the_units_memory_policy_reaches_the_workers(service):
+    folder = "/run/systemd/system/epdd.service.d"
+    service.run("mkdir", "-p", folder)
+    service.run("sh", "-c", f"printf '[Service]\\nNUMAPolicy=bind\\nNUMAMask=0\\n' > {folder}/numa.conf")
+    try:
+        service.run("systemctl", "daemon-reload")
+        service.run("systemctl", "restart", "epdd")
+        workers = json.loads(epdctl(service, "status", "--json").stdout)["workers"]
+        assert [(worker["mem_policy"], worker["warning"]) for worker in workers] == [("bind:0", "")] * len(workers)
+    finally:
+        service.run("rm", f"{folder}/numa.conf")
+        service.run("systemctl", "daemon-reload")
 
 
 def test_a_daemon_that_hangs_is_replaced(service):

@@ -1,0 +1,32 @@
+"""The fake worker with what can be seen of its binding: memory touched after it, and as many threads as told."""
+
+import mmap
+import signal
+import socket
+import threading
+
+from epdd.arena import Mapping
+from epdd.worker import affinity
+from tests.fake_worker import FakeWorker
+
+TOUCHED_BYTES = 8 << 20
+
+
+def main(spec, sock, arena):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    affinity.bind(spec)
+    mapping = Mapping(arena.detach(), spec.arena_bytes)
+    mapping.reserve(*spec.arena_slice)
+    memory = touched()
+    for _ in range(spec.threads - 1):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    FakeWorker(spec, socket.socket(fileno=sock.detach()), mapping).serve()
+    memory.close()
+
+
+def touched():
+    """Private memory with every page there."""
+    memory = mmap.mmap(-1, TOUCHED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, TOUCHED_BYTES, mmap.PAGESIZE):
+        memory[offset] = 1
+    return memory

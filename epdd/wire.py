@@ -153,6 +153,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     context_max: int = 0            # PD: longest prompt plus answer
     samples: tuple[tuple[int, float], ...] = ()  # encoder warm-up: (patches, seconds)
     parameters: int = 0
+    abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
     seconds: float = 0.0            # from spawn to ready
 
 

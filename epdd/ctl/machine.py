@@ -83,7 +83,7 @@ def _running(args: argparse.Namespace) -> list[Any] | None:
     try:
         workers = client.ask(client.socket_of(args.socket), "status")["workers"]
         return [picture.Worker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
-                               worker["state"]) for worker in workers]
+                               worker["state"], tuple(worker.get("abilities") or ())) for worker in workers]
     except client.NotRunning:
         return None
     except KeyError as error:

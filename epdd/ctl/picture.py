@@ -32,6 +32,7 @@ class Worker:
     cpus: tuple[int, ...]
     numa_node: int | None
     state: str = "READY"
+    abilities: tuple[str, ...] = ()     # torch's own word, from a running worker
 
     @property
     def symbol(self) -> str:
@@ -187,7 +188,8 @@ class _Picture:
 
     def notes(self) -> list[str]:
         found = self._topology
-        facts = []
+        facts = [f"torch computes with {', '.join(able)}"
+                 for able in sorted({worker.abilities for worker in self._workers if worker.abilities})]
         if found.cpu_quota is not None:
             facts.append(f"CPU quota: the time of {found.cpu_quota:g} CPUs")
         if found.barred:

@@ -93,7 +93,10 @@ def worker_cells(worker: Json) -> tuple[str, ...]:
     work = quantity(worker["in_flight"])
     if worker["in_flight_cost"]:
         work += f" ({quantity(worker['in_flight_cost'])})"
+    # The policy that the kernel has is the truth; without one, memory comes from where the CPUs are.
     node = "-" if worker["numa_node"] is None else str(worker["numa_node"])
+    if (policy := worker.get("mem_policy")) and policy != "default":
+        node = policy
     return (worker["name"], worker["device"], node, shorten(ranges(worker["cpus"] or ()) or "-", CPUS_COLUMNS),
             state_text(worker), work, _rate(worker), quantity(worker["done"]), size(worker["rss_bytes"]), _kv(worker))
 

@@ -101,7 +101,7 @@ class Status:
             "slowness": self._encoding.model(worker).correction if worker.role == "encoder" else None,
             "oldest_s": time.monotonic() - held[0].started if held else None,
             "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
-            "dtype": ready.dtype if ready else None,
+            "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
             "parameters": ready.parameters if ready else None,
             "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
             "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,

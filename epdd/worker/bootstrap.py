@@ -58,7 +58,9 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
-        connection.send(msgspec.structs.replace(ready, binding=binding, seconds=time.monotonic() - begin))
+        abilities = importlib.import_module("epdd.worker.load").abilities(spec.device)
+        connection.send(msgspec.structs.replace(ready, binding=binding, abilities=abilities,
+                                                seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
         loop.run(connection, role, spec.beat_s)

@@ -72,6 +72,16 @@ def _cpu_has_fast_bfloat16() -> bool:
         torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def abilities(device: str) -> tuple[str, ...]:
+    """What torch itself says it computes with on `device`; /proc/cpuinfo only says what the CPU has."""
+    if device != "cpu":
+        return (torch.cuda.get_device_name(device),)
+    # Two of these have private names: one that is gone says nothing, and harms nothing.
+    asked = (("bfloat16", getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)),
+             ("AMX", getattr(torch.cpu, "_is_amx_tile_supported", None)))
+    return (str(torch.backends.cpu.get_cpu_capability()), *(name for name, has in asked if has is not None and has()))
+
+
 def _config(folder: str) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)

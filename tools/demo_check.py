@@ -6,6 +6,7 @@ from transformers import (PreTrainedTokenizerFast, Qwen2VLImageProcessorPil,
                           Qwen3VLForConditionalGeneration)
 
 import demo_language
+import demo_lessons
 import demo_model
 import demo_talk
 import demo_world as world
@@ -26,8 +27,8 @@ def check(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
         if index % 2:
             turns = [[demo_talk.ask(rng, kind, scenes)] for kind in demo_talk.askable(scenes)]
             talks = demo_talk.branches(rng, scenes, turns)
-        pool = demo_language.fill_pool(model.model.visual, scenes, torch.float32)
-        writer = demo_language.Writer(tokenizer, pool)
+        pool = demo_lessons.fill_pool(model.model.visual, scenes, torch.float32)
+        writer = demo_lessons.Writer(tokenizer, pool)
         ours = demo_language.Student(model, writer)(
             [writer.row(talks, list(range(len(scenes))))]).logits
         theirs = torch.cat([_theirs(model, processor, writer, talk, scenes) for talk in talks])
@@ -38,7 +39,7 @@ def check(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
 
 
 def _theirs(model: Qwen3VLForConditionalGeneration, processor: Qwen2VLImageProcessorPil,
-            writer: demo_language.Writer, talk: demo_talk.Talk, scenes: list[world.Scene]
+            writer: demo_lessons.Writer, talk: demo_talk.Talk, scenes: list[world.Scene]
             ) -> Tensor:
     """Logits from text and pixels by transformers alone, where an answer comes next."""
     row = writer.row([talk], list(range(len(scenes))))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from transformers import (AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast,
                           Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration)
@@ -22,6 +23,8 @@ import demo_world as world
 
 DEMO = Path(__file__).resolve().parent.parent / "epdd" / "demo"
 NEW_TOKENS_MAX = 64     # a list of eight images takes 47
+BATCH = 20
+Asked = tuple[list[demo_talk.Message], list[Image.Image]]
 TABLE = re.compile(r"(<!-- accuracy -->\n).*(<!-- end -->)", re.DOTALL)
 
 
@@ -71,26 +74,42 @@ class Model:
             folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def answer(self, messages: list[demo_talk.Message], images: list[Image.Image]) -> str:
-        inputs = demo_model.inputs(self.tokenizer, self.processor, messages, images, ask=True)
-        tokens = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS_MAX)[0]
-        said = tokens[inputs["input_ids"].shape[1]:]
-        text: str = self.tokenizer.decode(said, skip_special_tokens=True)
-        return text
+    def answers(self, asked: list[Asked]) -> list[str]:
+        """As one batch, padded on the left."""
+        each = [demo_model.inputs(self.tokenizer, self.processor, messages, images, ask=True)
+                for messages, images in asked]
+        lengths = [inputs["input_ids"].shape[1] for inputs in each]
+        length = max(lengths)
+        batch = {name: torch.cat([
+            F.pad(inputs[name], (length - own, 0), value=padding)
+            for own, inputs in zip(lengths, each)]) for name, padding in [
+                ("input_ids", self.tokenizer.pad_token_id), ("mm_token_type_ids", 0)]}
+        batch["attention_mask"] = torch.stack([
+            torch.arange(length) >= length - own for own in lengths]).long()
+        for name in ("pixel_values", "image_grid_thw"):
+            if name in each[0]:
+                batch[name] = torch.cat([inputs[name] for inputs in each])
+        tokens = self.model.generate(**batch, max_new_tokens=NEW_TOKENS_MAX)
+        said: list[str] = self.tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
+        return said
 
 
 def measure(model: Model, case: Case, samples: int, show_wrong: bool) -> float:
+    """The share of exactly right answers."""
     right = 0
-    for index in range(samples):
-        rng = world.eval_rng(case.name, index)
-        scenes = case.draw(rng)
-        talk = demo_talk.single_turn(rng, case.kind, scenes)
-        *messages, truth = talk.messages
-        told = model.answer(messages, [scene.image for scene in scenes])
-        right += told == truth["content"]
-        if show_wrong and told != truth["content"]:
-            print(f"  {case.kind} {index}: {messages[-1]['content']}\n"
-                  f"    said {told!r}, true {truth['content']!r}")
+    for start in range(0, samples, BATCH):
+        asked, truths = [], []
+        for index in range(start, min(start + BATCH, samples)):
+            rng = world.eval_rng(case.name, index)
+            scenes = case.draw(rng)
+            *messages, truth = demo_talk.single_turn(rng, case.kind, scenes).messages
+            asked.append((messages, [scene.image for scene in scenes]))
+            truths.append(truth["content"])
+        for (messages, _), told, truth in zip(asked, model.answers(asked), truths):
+            right += told == truth
+            if show_wrong and told != truth:
+                print(f"  {case.kind}: {messages[-1]['content']}\n"
+                      f"    said {told!r}, true {truth!r}")
     return right / samples
 
 

@@ -45,6 +45,11 @@ def test_before_anything_is_known():
     assert "latency   -;  first token -" in text
 
 
+@pytest.mark.parametrize("policy, shown", [("bind:2", "bind:2"), ("default", "1"), (None, "1")])
+def test_the_memory_policy_in_force_is_shown(policy, shown):
+    assert render.worker_cells(worker("pd/0", numa_node=1, mem_policy=policy))[2] == shown
+
+
 def test_reasons_beyond_the_table_are_shown():
     why = ["encoder/3 STARTING", "pd/0 FAILED: exit code 78: no memory"]
     assert render.notes(snapshot(why=why, workers=[worker("encoder/3", state="STARTING")])) == why[1:]

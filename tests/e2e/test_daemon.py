@@ -55,6 +55,8 @@ def test_health_answers_while_weights_load():
         assert status == 503 and body["error"]["code"] == "no_worker"
         daemon.ready()
         assert daemon.get("/ready")[0] == 200 and daemon.get("/health")[1]["status"] == "ok"
+        # Torch's own word on what it computes with, from the worker itself.
+        assert daemon.worker("encoder/0")["abilities"][0] in {"AVX512", "AVX2", "DEFAULT", "NO AVX"}
 
 
 def test_the_daemon_stays_small(daemon):

@@ -14,6 +14,7 @@ from epdd.fleet.worker import State, Worker
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+QUESTION = "What colour is the circle?"
 SAMPLE = DEMO / "samples" / "red-circle.png"
 
 
@@ -56,16 +57,16 @@ def greet(model: str, host: str, port: int, socket: Path) -> None:
     address = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
     sample = _shortest(SAMPLE)
     url = f"http://{address}:{port}/v1/chat/completions"
+    command = _shortest(Path(sys.executable).parent / "epdctl")
+    image = f'{{"type":"image_url","image_url":{{"url":"data:image/png;base64,\'$(base64 -w0 {sample})\'"}}}}'
+    text = f'{{"type":"text","text":"{QUESTION}"}}'
     print(f"""
 epdd serves {model} at http://{address}:{port}/v1.  Try:
 
-  {_shortest(Path(sys.executable).parent / "epdctl")} --socket {socket} chat -i {sample} "What colour is the circle?"
+  {command} --socket {socket} chat -i {sample} "{QUESTION}"
 
-  curl -s {url} -H 'Content-Type: application/json' -d @- <<END
-  {{"messages": [{{"role": "user", "content": [
-    {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,$(base64 -w0 {sample})"}}}},
-    {{"type": "text", "text": "What colour is the circle?"}}]}}]}}
-  END
+  curl -s {url} -H 'Content-Type: application/json' -d \\
+    '{{"messages":[{{"role":"user","content":[{image},{text}]}}]}}'
 """, flush=True)
 
 

@@ -75,6 +75,15 @@ def test_true_answers_about_pictures(daemon):
     assert -1 not in places and places == sorted(places)
 
 
+def test_the_lines_it_prints_can_be_pasted(daemon):
+    text = daemon.log()
+    ctl = next(line for line in text.splitlines() if " chat -i " in line)
+    curl = text[text.index("  curl -s"):].split("\n\n")[0]
+    for command in (ctl, curl):
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+        assert ended.returncode == 0 and "red" in ended.stdout, (command, ended)
+
+
 def test_eight_images_use_all_encoders_and_repeats_hit_the_cache(daemon):
     images = [image_part(circle("red", 300 + 4 * i)) for i in range(8)]
     before = daemon.status()

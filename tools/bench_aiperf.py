@@ -25,7 +25,8 @@ def profile(args, rate, folder, model):
         "--tokenizer", str(args.tokenizer), "--request-rate", str(rate), "--arrival-pattern", "poisson",
         "--request-count", str(args.requests), "--isl", "128", "--osl", "256", "--image-batch-size", str(args.images),
         "--image-width-mean", "1920", "--image-height-mean", "1080", "--image-format", args.format,
-        "--extra-inputs", "ignore_eos:true", "--random-seed", "1", "--output-artifact-dir", str(folder),
+        "--extra-inputs", "ignore_eos:true",
+        "--random-seed", str(round(1000 * rate) + args.seed), "--output-artifact-dir", str(folder),
         "--ui", "none", "--num-dataset-entries", str(args.requests)]
     ended = subprocess.run(command, capture_output=True, text=True)
     summaries = list(folder.rglob("profile_export_aiperf.json"))
@@ -47,6 +48,7 @@ def main():
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--format", default="jpeg", choices=["jpeg", "png"])
+    parser.add_argument("--seed", type=int, default=0, help="other pictures: a daemon that saw them has them cached")
     parser.add_argument("--out", type=Path, default=None, help="folder for aiperf's files")
     args = parser.parse_args()
     with urllib.request.urlopen(f"{args.url}/v1/models") as answer:

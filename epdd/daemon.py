@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,7 @@ class Daemon:
         self._arguments = arguments
         self._stop = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
+        self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
         folder = Path(family.folder)
@@ -131,11 +131,10 @@ class Daemon:
         try:
             # The API answers before the workers are up: /health says "starting", requests get 503.
             port = self._status.port = await self._listen(runner)
-            path = config.admin_socket(self._settings, port)
-            admin = AdminServer(path, self._settings.admin, self._verbs())
+            admin = AdminServer(self._admin_socket, self._settings.admin, self._verbs())
             await admin.start()
             logger.info("epdd %s listens host=%s port=%s admin=%s pid=%s", __version__, self._settings.server.host,
-                        port, path, os.getpid())
+                        port, admin.path, os.getpid())
             self._supervisor.start()
             self._terminal.show(self._supervisor.workers)
             self._background |= {asyncio.create_task(part) for part in
@@ -152,6 +151,11 @@ class Daemon:
                 await admin.stop()
         logger.info("epdd stopped")
         return self._exit_code
+
+    @property
+    def _admin_socket(self) -> Path:
+        """Known once the listener has its port."""
+        return config.admin_socket(self._settings, self._status.port)
 
     async def _listen(self, runner: web.AppRunner) -> int:
         server = self._settings.server
@@ -171,7 +175,7 @@ class Daemon:
         """First: stop accepting and let running requests end; again: stop now."""
         if self._stop.is_set():
             logger.warning("epdd stops at once")
-            self._settings = replace(self._settings, server=replace(self._settings.server, drain_s=0.0))
+            self._drain_s = 0.0
         self._stop.set()
 
     async def _drain(self) -> None:
@@ -181,7 +185,7 @@ class Daemon:
         systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.inside} requests still running")
         self._admission.draining = True
         began = time.monotonic()
-        while self._admission.inside and time.monotonic() - began < self._settings.server.drain_s:
+        while self._admission.inside and time.monotonic() - began < self._drain_s:
             await asyncio.sleep(0.05)
         if self._admission.inside:
             logger.error("epdd stops with requests running count=%s", self._admission.inside)
@@ -238,7 +242,7 @@ class Daemon:
             logger.info("epdd ready")
             self._terminal.stop()
             terminal.greet(self._context.model_name, self._settings.server.host, self._status.port,
-                           config.admin_socket(self._settings, self._status.port))
+                           self._admin_socket)
         systemd.notify(STATUS=self._status.line(state, why))
 
     async def _report(self) -> None:

@@ -15,7 +15,6 @@ Message = dict[str, Any]
 Part = dict[str, Any]
 
 IMAGES_MAX = 8
-KINDS = ["colour", "shape", "count", "describe", "list", "item", "images", "talk"]
 
 COLOUR = ["What {colour} is the {shape}?", "What {colour} is the {shape}?",
           "Which {colour} is the {shape}?", "What is the {colour} of the {shape}?",

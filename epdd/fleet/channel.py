@@ -32,7 +32,6 @@ class Work:
         self.answers = ANSWERS[type(message)]   # what a worker may say to it
         self.cost = cost                    # patches or tokens
         self.patience_s = patience_s        # silence of the worker that this work excuses
-        self.started = time.monotonic()
         self.ended = False
         self._channel = channel
         self._sink = sink

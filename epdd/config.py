@@ -30,6 +30,7 @@ class Server:
     requests_max: int = 256                 # requests in the house; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
     timeout_s: float = 600.0                # from the request's arrival to its last token
+    strict: bool = False                    # refuse requests with fields nobody knows
     drain_s: float = 30.0                   # at stop: time for running requests to end
 
 
@@ -44,6 +45,7 @@ class Admin:
 class Model:
     path: str = ""                          # empty: the demo model that ships with epdd
     name: str = ""                          # name in the API; empty: the folder's name
+    aliases: tuple[str, ...] = ()           # other names that requests may use
     dtype: str = "auto"
     context_max: int = 0                    # tokens; 0: what the checkpoint allows
 
@@ -241,7 +243,11 @@ def _from_environ(config: Config, environ: Mapping[str, str]) -> Config:
 def _coerce(value: Any, kind: Any, where: str) -> Any:
     """`value` (from TOML, or text from environment and arguments) as `kind`."""
     try:
-        if kind is int:
+        if kind is bool:
+            words = {"true": True, "false": False}
+            if str(value).lower() in words:     # TOML's own values too
+                return words[str(value).lower()]
+        elif kind is int:
             if isinstance(value, str):
                 return int(value, 0)
             if isinstance(value, int) and not isinstance(value, bool):
@@ -264,7 +270,7 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
     raise ConfigError(f"{where} is {value!r}; {_KINDS.get(kind, 'a list of texts')} expected")
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -44,3 +44,8 @@ class Context:
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     stats: RequestStats                     # its snapshot() is the "requests" part of status
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name requests may use for the model, its own first."""
+        return self.model_name, *self.config.model.aliases

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,12 @@ SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
 class Server:
     host: str = "127.0.0.1"
     port: int = 8765                        # 0: any free port, shown in `epdctl status`
+    unix_socket: str = ""                   # another listener; empty: none
+    unix_socket_mode: int = 0o600
+    unix_socket_group: str = ""             # give the socket to this group and allow it
+    api_keys: tuple[str, ...] = field(default=(), repr=False)   # without any, no key is needed
+    api_keys_file: str = ""                 # more keys, one a line
+    cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
     requests_max: int = 256                 # requests in the house; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
     timeout_s: float = 600.0                # from the request's arrival to its last token
@@ -147,6 +154,8 @@ _CHOICES = {
     "log.level": ("debug", "info", "warning", "error"),
 }
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")      # as browsers send it: no path, no slash at the end
+
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Config, argparse.Namespace]:
     """Settings from file, environment and arguments, the later winning.  Raises ConfigError."""
@@ -207,6 +216,9 @@ def validate(config: Config) -> None:
                 raise ConfigError(f"{section}.{f.name} is {value}; it must not be negative")
     if config.server.port > 65535:
         raise ConfigError(f"server.port is {config.server.port}; at most 65535")
+    for origin in config.server.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"server.cors_origins has {origin!r}; expected: \"*\" or like \"https://example.com\"")
     for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max", "media.fetches_max"):
         section, key = name.split(".")
         if getattr(getattr(config, section), key) < 1:
@@ -267,7 +279,8 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
                 return tuple(item.strip() for item in items if item.strip())
     except ValueError:
         pass
-    raise ConfigError(f"{where} is {value!r}; {_KINDS.get(kind, 'a list of texts')} expected")
+    shown = "..." if where.endswith("api_keys") else repr(value)
+    raise ConfigError(f"{where} is {shown}; {_KINDS.get(kind, 'a list of texts')} expected")
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}

@@ -85,6 +85,8 @@ def test_workers_one_by_one(tmp_path):
     ("[model]\npath = 1", "model.path is 1; text expected"),
     ("[media]\nallow = [1]", "media.allow is [1]; "), ("[server", "epdd.toml: "),
     ("[server]\nstrict = 1", "server.strict is 1; true or false expected"),
+    ("[server]\ncors_origins = ['https://a.example/']", "server.cors_origins has 'https://a.example/'; expected"),
+    ("[server]\napi_keys = ['sk-1', 5]", "server.api_keys is ...; a list of texts expected"),
     ("[server]\nport = 70000", "server.port is 70000; at most 65535"),
     ("[router]\npolicy = 'x'", "router.policy is 'x'; allowed: budget, earliest"),
     ("[pd]\nthreads = -1", "pd.threads is -1; it must not be negative"),

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from epdd.frontend import faults, ids
+from epdd.errors import Unauthorized
+from epdd.frontend import faults, ids, keys
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
+from epdd.frontend.cors import Cors
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.pages import Pages
@@ -27,7 +29,7 @@ def build(context: Context) -> web.Application:
     """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
 
     Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
-    used, ConfigError on a bad allowlist.
+    used, ConfigError on a bad allowlist or file of keys.
     """
     config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
@@ -36,8 +38,17 @@ def build(context: Context) -> web.Application:
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
-    app = web.Application(middlewares=[_errors(context.stats)])
-    app.on_response_prepare.append(_mark)
+    guard, cors = keys.load(config.server), Cors(config.server.cors_origins)
+    app = web.Application(middlewares=[_errors(context.stats), cors.middleware(), guard.middleware()])
+    app.on_response_prepare.extend((_mark, cors.mark))
+
+    async def expect(request: web.Request) -> web.StreamResponse | None:
+        """`Expect: 100-continue`: a request without a key, or too large, is refused before its body is sent."""
+        try:
+            guard.check(request)
+        except Unauthorized as error:
+            return faults.response(error)
+        return await bodies.expect(request)
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         yield
@@ -51,7 +62,7 @@ def build(context: Context) -> web.Application:
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
         for prefix in ("/v1", ""):
-            app.router.add_post(prefix + path, endpoint, expect_handler=bodies.expect)
+            app.router.add_post(prefix + path, endpoint, expect_handler=expect)
     pages = Pages(context)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),

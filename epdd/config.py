@@ -91,6 +91,7 @@ class Router:
 class Media:
     fetch: str = "public"                   # http(s) images: off, allowlist, public
     allow: tuple[str, ...] = ()             # allowlist: host, host:port or CIDR
+    folders: tuple[str, ...] = ()           # file: images, from below these only; none: off
     timeout_s: float = 10.0                 # whole fetch, not each read
     redirects_max: int = 3
     file_bytes_max: int = 32 << 20          # one image file

@@ -63,10 +63,11 @@ def build(context: Context) -> web.Application:
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
         for prefix in ("/v1", ""):
             app.router.add_post(prefix + path, endpoint, expect_handler=expect)
-    pages = Pages(context)
+    pages = Pages(context, guard.needed)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
-                       ("/version", pages.version), ("/metrics", pages.metrics)):
+                       ("/version", pages.version), ("/metrics", pages.metrics),
+                       ("/openapi.json", pages.openapi)):
         app.router.add_get(path, page)
     return app
 

@@ -23,6 +23,10 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [_hash(key) for key in keys]
 
+    @property
+    def needed(self) -> bool:
+        return bool(self._hashes)
+
     def check(self, request: web.Request) -> None:
         """Raises Unauthorized."""
         if not self._hashes or request.path in OPEN:

@@ -1,4 +1,4 @@
-"""The small endpoints: models, health, version, metrics."""
+"""The small endpoints: models, health, version, metrics, the API's description."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 
 from epdd import __version__
-from epdd.frontend import exposition, openai
+from epdd.frontend import exposition, openai, openapi
 from epdd.frontend.answers import model_card
 from epdd.frontend.context import Context
 
@@ -16,8 +16,11 @@ from epdd.frontend.context import Context
 class Pages:
     """Their handlers."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, keyed: bool) -> None:
+        """`keyed`: there are API keys."""
         self._context = context
+        self._keyed = keyed
+        self._openapi: bytes | None = None
         self._exposition = exposition.Exposition(context.stats, context.status)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -51,6 +54,11 @@ class Pages:
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._exposition.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        if self._openapi is None:       # 40 ms of work that most daemons are never asked for
+            self._openapi = orjson.dumps(openapi.document(self._context.model_names, self._keyed))
+        return web.Response(body=self._openapi, content_type="application/json")
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context

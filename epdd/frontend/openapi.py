@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from epdd import __version__
 from epdd.frontend.keys import OPEN
@@ -87,6 +88,27 @@ class ChatCompletion(_Answer):
     usage: Usage
 
 
+class ChatDelta(_Answer):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(_Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(_Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
 class TextLogprobs(_Answer):
     tokens: list[str]
     token_logprobs: list[float]
@@ -108,6 +130,22 @@ class TextCompletion(_Answer):
     model: str
     choices: list[TextChoice]
     usage: Usage
+
+
+class TextChunkChoice(_Answer):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class TextChunk(_Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
 
 
 class Model(_Answer):
@@ -144,6 +182,18 @@ class Version(_Answer):
     version: str
 
 
+_RED_PIXEL = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mP4"
+              "z8AAAAMBAQD3A0FDAAAAAElFTkSuQmCC")
+_EXAMPLES: dict[type[msgspec.Struct], _Json] = {
+    ChatBody: {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": _RED_PIXEL}},
+        {"type": "text", "text": "What colour is this?"}]}], "max_tokens": 16},
+    CompletionBody: {"prompt": "Once upon a time", "max_tokens": 16},
+    TokenizeBody: {"prompt": "Hello"},
+    DetokenizeBody: {"tokens": [0, 1, 2]},
+}
+
+
 @dataclass(frozen=True)
 class Operation:
     """One method of one path."""
@@ -155,18 +205,19 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     refusals: tuple[int, ...] = ()                  # statuses besides 200 and, with API keys, 401
     unwell: type[msgspec.Struct] = Error            # what a 503 says
+    chunk: type[msgspec.Struct] | None = None       # of a stream
 
 
 _READING = (400, 404, 413, 429, 500, 504)           # whatever takes a body
 _WORKING = (400, 404, 413, 429, 500, 503, 504)      # and asks workers
 
 OPERATIONS = (
-    *(Operation("post", prefix + path, summary, answer, body, refusals)
-      for path, summary, answer, body, refusals in (
-          ("/chat/completions", "Answer a conversation with images", ChatCompletion, ChatBody, _WORKING),
-          ("/completions", "Continue a text", TextCompletion, CompletionBody, _WORKING),
-          ("/tokenize", "Tokens of a text or a conversation", Tokenized, TokenizeBody, _READING),
-          ("/detokenize", "Text of tokens", Detokenized, DetokenizeBody, _READING))
+    *(Operation("post", prefix + path, summary, answer, body, refusals, chunk=chunk)
+      for path, summary, body, answer, chunk, refusals in (
+          ("/chat/completions", "Answer a conversation with images", ChatBody, ChatCompletion, ChatChunk, _WORKING),
+          ("/completions", "Continue a text", CompletionBody, TextCompletion, TextChunk, _WORKING),
+          ("/tokenize", "Tokens of a text or a conversation", TokenizeBody, Tokenized, None, _READING),
+          ("/detokenize", "Text of tokens", DetokenizeBody, Detokenized, None, _READING))
       for prefix in ("/v1", "")),
     Operation("get", "/v1/models", "The models", ModelList),
     Operation("get", "/v1/models/{name}", "A model", Model, refusals=(404,)),
@@ -193,7 +244,7 @@ _REFUSALS = {
 def document(models: Sequence[str], keyed: bool) -> _Json:
     """The OpenAPI document.  `models` are the names requests may use; `keyed`: there are API keys."""
     structs = {kind: None for operation in OPERATIONS
-               for kind in (operation.answer, operation.body, operation.unwell) if kind}
+               for kind in (operation.answer, operation.body, operation.unwell, operation.chunk) if kind}
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
     for schema in schemas.values():
         if "model" in schema["properties"] and "object" not in schema["properties"]:    # a body's, not an answer's
@@ -211,10 +262,14 @@ def document(models: Sequence[str], keyed: bool) -> _Json:
 
 def _operation(operation: Operation, models: Sequence[str], keyed: bool) -> _Json:
     guarded = keyed and operation.path not in OPEN
-    content = {"application/json": _schema(operation.answer)} if operation.answer else \
+    content: _Json = {"application/json": _schema(operation.answer)} if operation.answer else \
         {"text/plain": {"schema": {"type": "string"}}}
-    if operation.body in (ChatBody, CompletionBody):
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "With stream: chunks as events"}}
+    if operation.chunk:
+        # With stream.  As tools read it, the schema is of one event.
+        frame = {"anyOf": [_schema(operation.chunk)["schema"], _schema(Error)["schema"]]}
+        content["text/event-stream"] = {"schema": {"type": "object", "required": ["data"], "properties": {"data": {
+            "anyOf": [{"type": "string", "contentMediaType": "application/json", "contentSchema": frame},
+                      {"const": "[DONE]"}]}}}}
     answers: _Json = {"200": {"description": "Done", "content": content}}
     for status in (*operation.refusals, *((401,) if guarded else ())):
         kind = operation.unwell if status == 503 else Error
@@ -223,7 +278,8 @@ def _operation(operation: Operation, models: Sequence[str], keyed: bool) -> _Jso
             answers[str(status)]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
     found: _Json = {"summary": operation.summary, "responses": answers}
     if operation.body:
-        found["requestBody"] = {"required": True, "content": {"application/json": _schema(operation.body)}}
+        found["requestBody"] = {"required": True, "content": {"application/json": {
+            **_schema(operation.body), "example": _EXAMPLES[operation.body]}}}
     if "{name}" in operation.path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True,
                                 "schema": {"type": "string", "minLength": 1, "examples": list(models)}}]

@@ -59,7 +59,8 @@ class Generation(msgspec.Struct, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_IDS_MAX)] | None = None
     logit_bias: Annotated[Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None, Meta(
-        description="Added to the logits of these token ids.")] = None
+        description="Added to the logits of these token ids.",
+        extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})] = None
     n: Annotated[int, Meta(ge=1, le=N_MAX)] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None

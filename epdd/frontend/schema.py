@@ -20,6 +20,8 @@ STOPS_MAX = 16              # OpenAI allows 4; each is searched for after every 
 STOP_CHARS_MAX = 256
 STOP_IDS_MAX = 128
 LOGIT_BIAS_MAX = 1024
+MESSAGES_MAX = 10_000       # each costs the event loop microseconds, and the context a few tokens
+PARTS_MAX = 10_000          # of one message
 DETOKENIZE_MAX = 1 << 20    # tokens
 
 Count = Annotated[int, Meta(ge=1)]
@@ -125,12 +127,16 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """Fields that SDKs echo back (refusal, annotations, audio, function_call) are accepted, without effect."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[Part] | None, Meta(description="null is for assistants only.")] = None
+    content: Annotated[str | Annotated[list[Part], Meta(max_length=PARTS_MAX)] | None, Meta(
+        description="null is for assistants only.")] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -150,7 +156,7 @@ class PixelLimits(msgspec.Struct, forbid_unknown_fields=True):
 class ChatBody(Generation, kw_only=True):
     """A request for a chat completion."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Messages
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Ignored = None
@@ -191,7 +197,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     chat_template_kwargs: TemplateOptions | None = None

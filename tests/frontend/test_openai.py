@@ -145,6 +145,8 @@ def test_unknown_fields_are_named_and_ignored(family: Family) -> None:
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"messages": [USER] * 10_001}, "messages"),
+    ({"messages": [{"role": "user", "content": ["a"] * 10_001}]}, "messages[0].content"),
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),

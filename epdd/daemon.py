@@ -20,6 +20,7 @@ from epdd import __version__, arena, config, families, log, placement, systemd
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.errors import ConfigError, StartupError
@@ -109,15 +110,16 @@ class Daemon:
                                       ForkServer(preload_modules(family.model_type)), self._changed)
         self._seating = Seating(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
-        self._encoding = Encoding(self._supervisor, self._leases, settings, family)
-        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission)
+        self._history = History()
+        self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
+        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
         stats = RequestStats()
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats)
         self._context = Context(
             config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            stats=stats)
+            stats=stats, history=self._history)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:

@@ -8,6 +8,7 @@ from itertools import count
 
 from epdd.config import Config
 from epdd.config import Router as RouterConfig
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Embedding, Leases
 from epdd.dispatch.queue import Job, JobTable
 from epdd.dispatch.router import CPU, GPU, Candidate, Pools, Router
@@ -31,15 +32,16 @@ PATIENCE_MIN_S = 60.0       # and at least this
 class Encoding:
     """The encode stage.  Everything happens in the event loop, between two awaits."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family) -> None:
+    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family,
+                 history: History) -> None:
         self.table = JobTable()
         self.router = Router(config.router.policy)
-        self.unit = config.router.unit
-        self._ratio_set = config.router.ratio
+        self.configure(config.router)
         self._slots = 1 + config.encoder.ahead
         self._supervisor = supervisor
         self._leases = leases
         self._family = family
+        self._history = history
         self._models: dict[str, TimeModel] = {}
         self._fitted: dict[str, Ready] = {}
         self._ids = count()
@@ -47,9 +49,11 @@ class Encoding:
         self._typical_patches = max(1, family.rows_max * family.merge ** 2 // 2)
 
     def configure(self, router: RouterConfig) -> None:
-        """Take another policy or ratio from now on; what is in flight stays where it is."""
+        """Take another policy, unit or ratio from now on; what is in flight stays where it is."""
         if router.policy != self.router.policy:
             self.router = Router(router.policy)
+        self.settings = router          # in force: a file's, or an operator's of this moment
+        self.unit = router.unit
         self._ratio_set = router.ratio
 
     def submit(self, embedding: Embedding, request_id: str, images: int) -> None:
@@ -76,11 +80,13 @@ class Encoding:
             if choice.worker is None:
                 return
             log.debug("%s image=%s to=%s because=%s", job.request_id, job.embedding.key, choice.worker, choice.reason)
-            self._hand_over(job, workers[choice.worker])
+            self._hand_over(job, workers[choice.worker], choice.reason)
 
-    def _hand_over(self, job: Job, worker: Worker) -> None:
+    def _hand_over(self, job: Job, worker: Worker, reason: str) -> None:
         embedding, image = job.embedding, job.embedding.image
         self.table.hand_over(job, worker.name)
+        self._history.handed_over(embedding, worker.name, reason, time.monotonic() - job.queued,
+                                  self.model(worker).predict(image.patches))
         message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * self.model(worker).predict(image.patches))
         self._leases.hold(embedding)
@@ -97,6 +103,7 @@ class Encoding:
         """The worker's last word on an image."""
         self.table.ended(job)
         embedding = job.embedding
+        self._history.encoding_ended(embedding, event)
         if isinstance(event, Encoded):
             self._encoded(job, worker, event)
         elif isinstance(event, Failed):

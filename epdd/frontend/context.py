@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from epdd.config import Config
+from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.families import Family
 from epdd.frontend.metrics import RequestStats
@@ -44,3 +45,4 @@ class Context:
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     stats: RequestStats                     # its snapshot() is the "requests" part of status
+    history: History                        # is told of answers that end before the pipeline does

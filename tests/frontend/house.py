@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from epdd import families
 from epdd.config import Config
+from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
@@ -162,7 +163,8 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
         "router": {"i_cpu": 7, "i_gpu": 0, "queue_jobs": 4, "queue_cost": 256, "ratio": None, "budget_cpu": None},
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
-                      admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats)
+                      admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
+                      history=History())
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     runner = web.AppRunner(app.build(context), handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()

@@ -17,7 +17,7 @@ from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wir
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import State, Worker
+from epdd.fleet.worker import Rate, State, Worker
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 2
 PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
 PATIENCE_MIN_S = 60.0       # and at least this
+SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
+SLOW_FACTOR = 1.5           # a worker over so many times the time of its start ...
+SLOW_S = 30.0               # ... for longer than this is slow
 
 
 class Encoding:
@@ -45,6 +48,8 @@ class Encoding:
         self._models: dict[str, TimeModel] = {}
         self._fitted: dict[str, Ready] = {}
         self._ids = count()
+        self._patches: dict[str, Rate] = {}         # encoded, by worker
+        self._slow_since: dict[str, float] = {}
         # R is stated for an image of half the largest size: small ones are overhead, the largest are rare.
         self._typical_patches = max(1, family.rows_max * family.merge ** 2 // 2)
 
@@ -137,8 +142,32 @@ class Encoding:
             return
         worker.done += 1
         worker.rate.add(1)
-        self.model(worker).observe(image.patches, event.seconds)
+        self._observe(worker, image.patches, event.seconds)
         self._leases.written(job.embedding, event.bytes, event.dtype)
+
+    def _observe(self, worker: Worker, patches: int, seconds: float) -> None:
+        self._patches.setdefault(worker.name, Rate(SHARE_S)).add(patches)
+        model = self.model(worker)
+        model.observe(patches, seconds)
+        if model.correction > SLOW_FACTOR:
+            self._slow_since.setdefault(worker.name, time.monotonic())
+        else:
+            self._slow_since.pop(worker.name, None)
+
+    def share(self, worker: Worker) -> float | None:
+        """The encoder's part, 0 to 1, of the patches encoded in about the last minute; None if there were none."""
+        rates = {other.name: rate.value() for other in self._supervisor.role("encoder")
+                 if (rate := self._patches.get(other.name))}
+        # A rate that decays never reaches zero; less than a patch is nothing.
+        if (total := sum(rates.values())) * SHARE_S < 1.0:
+            return None
+        return rates.get(worker.name, 0.0) / total
+
+    def slow(self, worker: Worker) -> bool:
+        """Over SLOW_FACTOR times the time of its start, and has been for SLOW_S."""
+        since = self._slow_since.get(worker.name)
+        return (since is not None and self.model(worker).correction > SLOW_FACTOR
+                and time.monotonic() - since > SLOW_S)
 
     def model(self, worker: Worker) -> TimeModel:
         """The worker's time model, fitted anew after each restart."""

@@ -140,7 +140,7 @@ class Trace:
         """One line of the list."""
         now = self._clock()
         return {"id": self.id, "client_id": self.client_id, "age_s": now - self._arrived, "tokens": self._tokens,
-                "outcome": self.outcome, "code": self.code, "images": len(self.images),
+                "outcome": self.outcome, "code": self.code, "images_count": len(self.images),
                 "seconds": (now if self._ended is None else self._ended) - self._arrived,
                 "pd": self._placements[-1].worker if self._placements else None}
 
@@ -159,7 +159,7 @@ class Trace:
     def _told(self, each: HandOver) -> dict[str, Any]:
         return {"worker": each.worker, "reason": each.reason, "handed_over_at_s": self._since(each.at),
                 "waited_s": each.waited_s, "predicted_s": each.predicted_s, "seconds": each.seconds,
-                "outcome": each.outcome, "error": each.error}
+                "outcome": each.outcome, "error": each.error, "ended_at_s": self._since(each.ended)}
 
     def _since(self, at: float | None) -> float | None:
         return None if at is None else at - self._arrived

@@ -47,11 +47,13 @@ def test_times_and_numbers_are_those_of_the_request():
     clock.now = 116.0
     assert history.explain("mine") == {
         "id": "r", "client_id": "mine", "age_s": 17.0, "tokens": 40, "outcome": "completed", "code": "", "error": "",
-        "seconds": 7.0, "pd": "pd/1", "began_at_s": 1.0, "embedded_at_s": 3.0, "prefilled_at_s": 5.5, "ended_at_s": 7.0,
+        "images_count": 2, "seconds": 7.0, "pd": "pd/1",
+        "began_at_s": 1.0, "embedded_at_s": 3.0, "prefilled_at_s": 5.5, "ended_at_s": 7.0,
         "images": [
             {"patches": 64, "source": "encoded", "error": "", "hand_overs": [{
                 "worker": "encoder/1", "reason": "its turn", "handed_over_at_s": 2.0, "waited_s": 0.25,
-                "predicted_s": 0.5, "seconds": 0.75, "outcome": "encoded", "error": ""}]},
+                "predicted_s": 0.5, "seconds": 0.75, "outcome": "encoded", "error": "",
+                "ended_at_s": 3.0}]},
             {"patches": 64, "source": "cache", "error": "", "hand_overs": []}],
         "placements": [{"worker": "pd/1", "placed_at_s": 4.0, "prefilled_at_s": 5.5, "error": ""}]}
 

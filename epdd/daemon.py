@@ -118,9 +118,10 @@ class Daemon:
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats)
         self._context = Context(
-            config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
+            config=settings, family=family, model_name=name, created=int(time.time()),
+            pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            stats=stats, history=self._history)
+            stats=stats)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:

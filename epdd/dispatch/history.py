@@ -227,9 +227,12 @@ class History:
         return [trace.summary() for trace in self._latest_first()]
 
     def explain(self, name: str) -> dict[str, Any]:
-        """A request by the answer's id or by the x-request-id its client gave: the latest.  Raises NotFound."""
+        """A request by the answer's id, whole or without its kind, or by the x-request-id its client gave: the latest.
+
+        Raises NotFound.
+        """
         for trace in self._latest_first():
-            if name and name in (trace.id, trace.id.removeprefix("chatcmpl-"), trace.client_id):
+            if name and name in (trace.id, trace.id.partition("-")[2], trace.client_id):
                 return trace.explain()
         raise NotFound(f"no request {name[:QUOTED_CHARS_MAX]!r} among those running and the last {REQUESTS_MAX}; "
                        "one that was refused before any worker was asked is not kept")

@@ -41,8 +41,8 @@ class Context:
     model_name: str
     created: int                            # unix seconds of the daemon's start
     pipeline: Pipeline
+    history: History                        # is told of answers that end before the pipeline does
     admission: Admission
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     stats: RequestStats                     # its snapshot() is the "requests" part of status
-    history: History                        # is told of answers that end before the pipeline does

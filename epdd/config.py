@@ -52,7 +52,7 @@ class Model:
 class Encoder:
     workers: Workers = Workers("auto")      # a number, or "gpu:1,cpu:4"; auto: one per NUMA node with CPUs and memory
     threads: int = 0                        # 0: the cores it is bound to
-    ahead: int = 1                          # images handed over beyond the one being encoded
+    ahead_s: float = 0.25                   # an encoder gets the next image so long before it is done, to prepare it
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Router:
     policy: str = "budget"                  # budget, earliest, least-loaded, round-robin, gpu-only
     unit: str = "patch"                     # what in-flight work is counted in: request, image, patch
     ratio: float = 0.0                      # R, GPU speed over CPU speed; 0: measured
+    slack: float = 0.0                      # 0: first come first served; more: small requests before large ones
 
 
 @dataclass(frozen=True)

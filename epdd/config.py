@@ -73,10 +73,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class Router:
-    policy: str = "budget"                  # budget, earliest, least-loaded, round-robin, gpu-only
+    policy: str = "earliest"                # budget, earliest, least-loaded, round-robin, gpu-only
     unit: str = "patch"                     # what in-flight work is counted in: request, image, patch
     ratio: float = 0.0                      # R, GPU speed over CPU speed; 0: measured
-    slack: float = 0.0                      # 0: first come first served; more: small requests before large ones
+    slack: float = 1.0                      # 0: first come first served; more: small requests before large ones
 
 
 @dataclass(frozen=True)

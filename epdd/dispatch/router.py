@@ -50,7 +50,7 @@ class Router:
     one that came so much earlier: nobody starves.
     """
 
-    def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 0.0,
+    def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 1.0,
                  ahead_s: float = 0.25, typical_patches: int = 1024) -> None:
         """`ratio` is R, 0: from the time models.  Lanes get the next image `ahead_s` before they are done."""
         self.queue = Queue()

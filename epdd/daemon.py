@@ -215,10 +215,9 @@ class Daemon:
 
     def _route(self, router: config.Router) -> None:
         """Route by these settings from now on."""
-        before, now = (" ".join(f"{key}={value or 'auto'}" for key, value in asdict(each).items())
+        before, now = (" ".join(f"{key}={value}" for key, value in asdict(each).items())
                        for each in (self._encoding.settings, router))
         self._encoding.configure(router)
-        self._pipeline.fleet_changed()      # what waits may be free to go
         logger.info("router %s%s", now, f", before: {before}" if before != now else "")
 
     def _policy(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ _epdctl() {
         "") mapfile -t COMPREPLY < <(compgen -W "$verbs --socket --help" -- "$word") ;;
         status) mapfile -t COMPREPLY < <(compgen -W "--watch --json" -- "$word") ;;
         policy)
-            mapfile -t COMPREPLY < <(compgen -W "budget earliest least-loaded round-robin gpu-only --unit --ratio --json" \
+            mapfile -t COMPREPLY < <(compgen -W "budget earliest least-loaded round-robin gpu-only --unit --ratio --slack --json" \
                                              -- "$word") ;;
         explain) mapfile -t COMPREPLY < <(compgen -W "-n --json" -- "$word") ;;
         plan) mapfile -t COMPREPLY < <(compgen -W "--why --json --model --config --set --topology --sysroot" -- "$word") ;;

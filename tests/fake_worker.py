@@ -1,9 +1,8 @@
 """A worker that speaks wire without torch: an encoder writes a hash of the image, a PD worker reads it back.
 
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
-JSON: encode_s, token_s (seconds of work), said_s (what it says an image took), bad_start (exit code at once),
-deadly (image bytes that kill it), hang (image bytes on which it stops for ever), garble (image bytes on which
-it breaks the wire format).
+JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), deadly (image bytes that kill it),
+hang (image bytes on which it stops for ever), garble (image bytes on which it breaks the wire format).
 """
 
 import hashlib
@@ -85,8 +84,8 @@ class FakeWorker:
             self.say(Failed(message.id, "image_parse_error", "the image is damaged"))
             return
         self.arena.view(message.lease)[:4] = fingerprint(raw).to_bytes(4, "little")
-        self.say(Encoded(message.id, message.rows, 5 if raw == b"lie" else message.lease.size // 2, "bfloat16",
-                         self.manners.get("said_s", 0.01)))
+        size = 5 if raw == b"lie" else message.lease.size // 2
+        self.say(Encoded(message.id, message.rows, size, "bfloat16", self.manners.get("encode_s", 0.01)))
 
     def generate(self, message, raw, step):
         """First the fingerprints of the images in order, then the number of prompt tokens."""

@@ -68,10 +68,10 @@ def notes(snapshot: Json) -> list[str]:
 def facts(snapshot: Json) -> list[tuple[str, str]]:
     """(name, values) for pools, arena, cache and requests."""
     router, arena, cache, requests = (snapshot[name] for name in ("router", "arena", "cache", "requests"))
-    order = f"order {router['order']}, " if "order" in router else ""
     oldest = f"; the oldest for {seconds(router['oldest_s'])}" if router["queue_jobs"] else ""
     return [
-        ("router", f"policy {router['policy']}, {order}in flight counted by {router['unit']}, R {ratio(router)}"),
+        ("router", f"policy {router['policy']}, in flight counted by {router['unit']}, "
+                   f"slack {number(router['slack'])}, R {ratio(router)}"),
         ("pools", f"I_cpu {quantity(router['i_cpu'])}  B_cpu {number(router['budget_cpu'])}  "
                   f"I_gpu {quantity(router['i_gpu'])}  "
                   f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}"),

@@ -24,6 +24,8 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--unit", help="count work in flight by request, image or patch")
     verb.add_argument("--ratio", type=_ratio, metavar="R", help="GPU encoder speed over CPU encoder speed; auto: "
                                                                 "as measured")
+    verb.add_argument("--slack", type=_slack, metavar="S", help="order of the queue: 0, first come first served; more "
+                                                                "lets small requests go before large ones")
     verb.add_argument("--json", action="store_true", help="for programs")
     verb.set_defaults(run=_policy)
 
@@ -49,6 +51,13 @@ def _ratio(text: str) -> str | float:
     return value
 
 
+def _slack(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return value
+
+
 def _amount(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -57,7 +66,7 @@ def _amount(text: str) -> int:
 
 
 def _policy(args: argparse.Namespace) -> int:
-    asked = {name: value for name in ("policy", "unit", "ratio") if (value := getattr(args, name)) is not None}
+    asked = {name: value for name in ("policy", "unit", "ratio", "slack") if (value := getattr(args, name)) is not None}
     answer = client.ask(client.socket_of(args.socket), "policy", **asked)
     if args.json:
         print(json.dumps(answer, indent=2))
@@ -84,8 +93,8 @@ def policy(router: Json) -> str:
     """The settings in force, then one line on each policy."""
     width = max(map(len, router["policies"]))
     lines = [f"{name:8}  {value}" for name, value in (
-        ("policy", router["policy"]), ("unit", router["unit"]), ("order", router.get("order")),
-        ("R", render.ratio(router))) if value is not None]
+        ("policy", router["policy"]), ("unit", router["unit"]), ("slack", render.number(router["slack"])),
+        ("R", render.ratio(router)))]
     lines.append("")
     lines += [f"{'*' if name == router['policy'] else ' '} {name:{width}}  {text}"
               for name, text in router["policies"].items()]

@@ -44,7 +44,7 @@ class Pipeline:
     def fleet_changed(self) -> None:
         """A worker's state changed: those who wait for one look again."""
         self._changed.set()
-        self._encoding.pump()
+        self._encoding.fleet_changed()
 
     async def run(self, request: Request) -> AsyncGenerator[Answer, None]:
         """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
@@ -94,8 +94,9 @@ class Pipeline:
         trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
+            patches = sum(embedding.image.patches for embedding in fresh)
             for embedding in fresh:
-                self._encoding.submit(embedding, request.id, len(request.images))
+                self._encoding.submit(embedding, request.id, len(request.images), patches)
             self._encoding.pump()
             waits = [asyncio.create_task(embedding.wait()) for embedding in set(embeddings)]
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)

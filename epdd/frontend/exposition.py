@@ -23,6 +23,7 @@ _GAUGES = (
     ("encode_queue_cost", "Their cost, in the router's unit", "router", "queue_cost"),
     ("encode_queue_oldest_seconds", "How long the oldest of them has waited", "router", "oldest_s"),
     ("router_budget_cpu", "What the CPU encoders may have in flight", "router", "budget_cpu"),
+    ("router_slack", "0: first come first served; more: small requests before large ones", "router", "slack"),
     ("router_ratio", "GPU encoder speed over CPU encoder speed, in force", "router", "ratio"),
     ("router_ratio_set", "The same, as the operator set it", "router", "ratio_set"),
     ("router_ratio_measured", "The same, as measured", "router", "ratio_measured"),
@@ -49,7 +50,7 @@ _ENCODER_GAUGES = (
     ("worker_share", "Part of the patches encoded in about the last minute, 0 to 1", "share"),
     ("worker_slowness", "Seconds an image takes over what its time model from the start says", "slowness"),
 )
-_ROUTER_LABELS = ("policy", "unit", "order")
+_ROUTER_LABELS = ("policy", "unit")
 _WORKER_COUNTERS = (
     ("worker_done", "Work finished", "done"),
     ("worker_failed", "Work failed", "failed"),

@@ -12,7 +12,7 @@ from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.leases import Leases
-from epdd.dispatch.router import CPU, GPU
+from epdd.dispatch.pools import CPU, GPU
 from epdd.families import Family
 from epdd.fleet.process import resident_bytes
 from epdd.fleet.seating import Seating
@@ -82,7 +82,8 @@ class Status:
 
     def _worker(self, worker: Worker) -> dict[str, Any]:
         ready = worker.ready
-        held = self._encoding.table.on(worker.name)
+        lane = self._encoding.router.pools.lanes.get(worker.name)
+        held = lane.held if lane else []
         pid = worker.process.pid if worker.process and ready else None
         # As the kernel has it now; what the worker read back at its start may be history.
         cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
@@ -119,20 +120,18 @@ class Status:
 
     def router(self) -> dict[str, Any]:
         """The router's settings in force, and the numbers that it decides by."""
-        pools = self._encoding.pools()
-        budget = pools.cpu_budget
-        waiting = list(self._encoding.table.waiting())
-        source, settings = self._encoding.ratio_source, self._encoding.settings
-        return asdict(settings) | {
-            "ratio": pools.ratio if source != "none" else None, "ratio_source": source,
-            "ratio_set": settings.ratio or None, "ratio_measured": self._encoding.measured_ratio(),
-            "i_cpu": pools.in_flight(CPU), "i_gpu": pools.in_flight(GPU),
-            "n_cpu": len(pools.of(CPU)), "n_gpu": len(pools.of(GPU)),
+        router = self._encoding.router
+        pools, source = router.pools, self._encoding.ratio_source
+        budget = router.budget(router.waiting)
+        return asdict(self._encoding.settings) | {
+            "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
+            "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
+            "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],
+            "n_cpu": pools.count[CPU], "n_gpu": pools.count[GPU],
             # Without GPUs the budget is unbounded, which JSON cannot say.
             "budget_cpu": None if budget == float("inf") else budget,
-            "queue_jobs": len(waiting),
-            "queue_cost": sum(job.cost(settings.unit) for job in waiting),
-            "oldest_s": max((time.monotonic() - job.queued for job in waiting), default=0.0),
+            "queue_jobs": len(router.queue), "queue_cost": router.waiting,
+            "oldest_s": max((time.monotonic() - job.queued for job in router.queue), default=0.0),
         }
 
     def _arena(self) -> dict[str, Any]:

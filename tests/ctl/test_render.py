@@ -21,7 +21,7 @@ pd/1       cuda:2     1  16            READY        9 (8512)    812 tok/s    30k
 pd/2       cuda:3     2  32            READY        10 (8512)   812 tok/s    30k    5 GiB       67%
 pd/3       cuda:4     3  48            READY        11 (8512)   812 tok/s    30k    5 GiB       89%
 
-router    policy budget, in flight counted by patch, R 6.21 measured
+router    policy budget, in flight counted by patch, slack 1, R 6.21 measured
 pools     I_cpu 6136  B_cpu 7911  I_gpu 12.3k  N_cpu 4  N_gpu 1
 queue     3 images waiting, 6120 patches; the oldest for 1.24 s
 arena     3 GiB of 4 GiB used: 700 MiB in use, 2.3 GiB cached; 211 leases, 0 waiting
@@ -45,7 +45,7 @@ def test_before_anything_is_known():
     blank["requests"] |= {"latency_s": {"p50": None, "p90": None, "p99": None, "count": 0}, "ttft_s": None,
                           "tokens_per_s": None}
     text = render.status(blank)
-    assert "by patch, R -\n" in text and "I_cpu 6136  B_cpu -" in text
+    assert "slack 1, R -\n" in text and "I_cpu 6136  B_cpu -" in text
     assert "latency   -;  first token -" in text
 
 
@@ -61,10 +61,9 @@ def test_the_ratio_as_set_and_as_measured(values, shown):
     assert render.ratio(snapshot()["router"] | values) == shown
 
 
-def test_the_order_of_the_queue_is_shown_where_it_can_be_set():
-    lines = dict(render.facts(snapshot(router=snapshot()["router"] | {"order": "fair", "queue_jobs": 0})))
-    assert lines["router"].startswith("policy budget, order fair, in flight")
-    assert "oldest" not in lines["queue"]
+def test_an_empty_queue_has_no_oldest():
+    lines = dict(render.facts(snapshot(router=snapshot()["router"] | {"queue_jobs": 0, "queue_cost": 0})))
+    assert lines["queue"] == "0 images waiting, 0 patches"
 
 
 def test_only_a_worker_that_takes_work_is_called_slow():

@@ -58,6 +58,7 @@ def test_the_policy_in_force(daemon, capsys):
     assert capsys.readouterr().out == f"""\
 policy    budget
 unit      patch
+slack     1
 R         6.21 measured
 
 * budget        {POLICIES['budget']}
@@ -72,7 +73,7 @@ R         6.21 measured
 @pytest.mark.parametrize("argv, asked", [
     (["earliest"], {"policy": "earliest"}), (["--unit", "image"], {"unit": "image"}),
     (["budget", "--unit", "patch", "--ratio", "6"], {"policy": "budget", "unit": "patch", "ratio": 6.0}),
-    (["--ratio", "auto"], {"ratio": "auto"})])
+    (["--ratio", "auto", "--slack", "0"], {"ratio": "auto", "slack": 0.0})])
 def test_only_what_is_said_is_changed(daemon, capsys, argv, asked):
     assert epdctl(daemon, "policy", *argv) == 0
     assert daemon.asked == [{"verb": "policy", **asked}]

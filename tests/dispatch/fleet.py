@@ -52,6 +52,10 @@ class Fleet:
                 answers.setdefault(index, []).append("end")
         return [answers[index] for index in sorted(answers)]
 
+    def held(self, name):
+        """Images handed to an encoder and not ended."""
+        return self.encoding.router.pools.lanes[name].held
+
     async def at_rest(self):
         """Until nothing is in flight; then every counter must be at its start."""
         async with asyncio.timeout(10):
@@ -59,8 +63,10 @@ class Fleet:
                 await asyncio.sleep(0.01)
         assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0
         assert all(e.refs == 0 and e.holds == 0 for e in self.leases._entries.values())
-        assert not list(self.encoding.table.waiting())
-        assert all(not self.encoding.table.on(worker.name) for worker in self.supervisor.workers)
+        router = self.encoding.router
+        assert not router.queue and router.waiting == 0 and not self.encoding._jobs
+        assert all(not lane.held for lane in router.pools.lanes.values())
+        assert router.pools.in_flight == {"cpu": 0.0, "gpu": 0.0}
 
 
 @asynccontextmanager

@@ -126,21 +126,24 @@ def explanation(request: Json) -> str:
 
 
 def _images(request: Json) -> list[str]:
-    """A table; its last column, the reasons, takes what is left of the width."""
-    rows = [("IMAGE", "PATCHES", "SOURCE", "ENCODER", "WAITED", "PREDICTED", "TOOK", "WHY")]
+    """A table; its last column, the reasons, takes what is left of the width.
+
+    An encoding ENDED so long after the request's arrival: TOOK is without its turn behind others in the worker.
+    """
+    rows = [("IMAGE", "PATCHES", "SOURCE", "ENCODER", "WAITED", "PREDICTED", "TOOK", "ENDED", "WHY")]
     for index, image in enumerate(request["images"]):
         first = (str(index), render.quantity(image["patches"]), image["source"])
         for each in image["hand_overs"]:
             took = render.seconds(each["seconds"]) if each["outcome"] == "encoded" else each["outcome"]
             why = each["reason"] + (f"; {each['error']}" if each["error"] else "")
             rows.append((*first, each["worker"], render.seconds(each["waited_s"]),
-                         render.seconds(each["predicted_s"]), took, why))
+                         render.seconds(each["predicted_s"]), took, render.seconds(each["ended_at_s"]), why))
             first = ("", "", "")
         if not image["hand_overs"]:
-            rows.append((*first, "-", "-", "-", "-", _without_encoder(image, request)))
+            rows.append((*first, "-", "-", "-", "-", "-", _without_encoder(image, request)))
         elif image["error"] and image["error"] != image["hand_overs"][-1]["error"]:
-            rows.append(("",) * 7 + (image["error"],))
-    cells = list(_columns([row[:-1] for row in rows], right=(0, 1, 4, 5)))
+            rows.append(("",) * 8 + (image["error"],))
+    cells = list(_columns([row[:-1] for row in rows], right=(0, 1, 4, 5, 7)))
     start = max(map(len, cells)) + 2
     lines = []
     for cell, row in zip(cells, rows):
@@ -154,7 +157,7 @@ def _without_encoder(image: Json, request: Json) -> str:
         return str(image["error"])
     if image["source"] == "cache":
         return "its embedding was there"
-    return "waits in the queue" if request["ended_at_s"] is None else "left the queue, no encoder had it"
+    return "waits in the queue" if request["ended_at_s"] is None else "left the queue unencoded"
 
 
 def _times(request: Json) -> list[str]:

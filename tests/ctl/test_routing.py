@@ -38,7 +38,8 @@ LOST = "encoder/1 was lost (killed by signal 9 (by an operator, the stall watch 
 ALL = request(
     image("encoded", hand_over("encoder/0")), image("cache"), image("joined", hand_over("encoder/10")),
     image("encoded", hand_over("encoder/1", "lost", error=LOST), hand_over(
-        "encoder/0", "running", reason="finishes in 12.345 s, before the 12 jobs that faster workers would take")),
+        "encoder/0", "running", ended_at_s=None,
+        reason="finishes before faster encoders would get through the 24480 patches that wait before it")),
     client_id="mine")
 
 
@@ -102,16 +103,19 @@ def test_a_request_explained(daemon, capsys):
 chatcmpl-0123456789abcdef0123456789abcdef  x-request-id mine
 completed, arrived 34 s ago; 4 images, 8231 tokens of prompt
 
-IMAGE  PATCHES  SOURCE   ENCODER     WAITED  PREDICTED  TOOK     WHY
-    0     2040  encoded  encoder/0    85 ms     412 ms  455 ms   least in flight
-    1     2040  cache    -                -          -  -        its embedding was there
-    2     2040  joined   encoder/10   85 ms     412 ms  455 ms   least in flight
-    3     2040  encoded  encoder/1    85 ms     412 ms  lost     least in flight; encoder/1 was lost
-                                                                 (killed by signal 9 (by an
-                                                                 operator, the stall watch or the
-                                                                 kernel's OOM killer))
-                         encoder/0    85 ms     412 ms  running  finishes in 12.345 s, before the 12
-                                                                 jobs that faster workers would take
+IMAGE  PATCHES  SOURCE   ENCODER     WAITED  PREDICTED  TOOK      ENDED  WHY
+    0     2040  encoded  encoder/0    85 ms     412 ms  455 ms   600 ms  least in flight
+    1     2040  cache    -                -          -  -             -  its embedding was there
+    2     2040  joined   encoder/10   85 ms     412 ms  455 ms   600 ms  least in flight
+    3     2040  encoded  encoder/1    85 ms     412 ms  lost     600 ms  least in flight; encoder/1
+                                                                         was lost (killed by signal
+                                                                         9 (by an operator, the
+                                                                         stall watch or the kernel's
+                                                                         OOM killer))
+                         encoder/0    85 ms     412 ms  running       -  finishes before faster
+                                                                         encoders would get through
+                                                                         the 24480 patches that wait
+                                                                         before it
 
     0 ms  arrived
    31 ms  images fetched, prompt made
@@ -139,9 +143,9 @@ def test_a_failed_request_says_why_and_which_image():
         outcome="failed", code="invalid_image", error="damaged", embedded_at_s=None, placements=[]))
     lines = text.splitlines()
     assert lines[2] == "invalid_image: damaged" and lines[-1] == "  2.50 s  failed"
-    assert lines[5].endswith("failed  least in flight; damaged")
+    assert lines[5].endswith("failed  600 ms  least in flight; damaged")
     assert lines[7].strip() == "an answer that does not fit"
-    assert lines[8].endswith("left the queue, no encoder had it")
+    assert lines[8].endswith("left the queue unencoded")
 
 
 def test_a_pd_worker_in_vain():

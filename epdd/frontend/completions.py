@@ -125,6 +125,7 @@ class Completions(ABC):
                     turn.record.tokens(index, answers.generated - before)
                     yield replace(delta, index=index) if first else delta
                 if answers.cut_short:
+                    self._context.history.answered(part.request.id)
                     break
         assert answers.ended, "the pipeline ended before its last Done"
 

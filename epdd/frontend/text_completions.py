@@ -83,8 +83,11 @@ class TextCompletions(Completions):
             for index, text in enumerate(texts):
                 prompt = (await self._prompts.plain(text, context_max) if isinstance(text, str)
                           else Prompt(text, param="prompt"))
-                request = Request(id=f"{own}-{index}", tokens=prompt.tokens, n=options.n, deadline=deadline,
-                                  sampling=prompt.limit(options.sampling, context_max))
+                # One prompt goes by the answer's own id.
+                name = own if len(texts) == 1 else f"{own}-{index}"
+                request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline,
+                                  sampling=prompt.limit(options.sampling, context_max),
+                                  arrived=record.arrived, client_id=ids.client(http))
                 context.admission.check(request)
                 parts.append(Part(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.unknown))

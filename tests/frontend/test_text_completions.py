@@ -80,7 +80,8 @@ async def test_a_whole_answer(house: House) -> None:
     assert "".join(marks["tokens"]) == "hello world" and marks["token_logprobs"] == [-0.5] * len(tokens.ids)
     assert [len(top) for top in marks["top_logprobs"]] == [2] * len(tokens.ids)
     assert [marks["text_offset"][at] for at in (0, 1)] == [0, len(marks["tokens"][0])]
-    assert body["object"] == "text_completion" and body["model"] == "tiny-vl" and body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion" and body["model"] == "tiny-vl"
+    assert body["id"] == request.id and request.id.startswith("cmpl-")
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(request.tokens) and usage["completion_tokens"] == len(tokens.ids) + 1
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1, "image_tokens": 0}

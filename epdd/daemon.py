@@ -277,8 +277,9 @@ class Daemon:
             systemd.notify(READY="1")
             logger.info("epdd ready")
             self._terminal.stop()
-            terminal.greet(self._context.model_name, self._settings.server.host, self._status.port,
-                           self._admin_socket)
+            server = self._settings.server
+            terminal.greet(self._context.model_name, server.host, self._status.port, self._admin_socket,
+                           keyed=bool(server.api_keys or server.api_keys_file))
         systemd.notify(STATUS=self._status.line(state, why))
 
     async def _report(self) -> None:

@@ -31,6 +31,17 @@ def test_a_unix_socket_with_keys(tmp_path, monkeypatch):
             assert asyncio.run(ask("/v1/models", key))[1]["data"][0]["id"] == "epdd-demo"
         assert daemon.status()["listen"]["port"] == daemon.port > 0
         assert "sk-" not in daemon.log()
+        # What it prints can be pasted where a key is in the environment, and says what is missing where none is.
+        daemon.ready()
+        text = daemon.log()
+        ctl = next(line for line in text.splitlines() if " chat -i " in line)
+        curl = text[text.index("  curl -s"):].split("\n\n")[0]
+        for command in (ctl, curl):
+            for key, word in (("sk-file", "red"), ("wrong", "This server needs an API key")):
+                ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT,
+                                       env=os.environ | {"EPDD_API_KEY": key, "PYTHONPATH": str(ROOT)})
+                assert word in ended.stdout + ended.stderr
+        assert "sk-" not in daemon.log()
         # What epdctl and others of this machine can read of the process.
         assert b"sk-" not in Path(f"/proc/{daemon.process.pid}/cmdline").read_bytes()
     assert not path.exists()

@@ -108,7 +108,7 @@ class Media:
         grid = self._family.grid(width, height, min_pixels, max_pixels)
         # Everything that changes an image's embedding, so that no two embeddings share a key.
         facts = f"{self._family.folder}\0{min_pixels}\0{max_pixels}\0{BACKGROUND}\0".encode()
-        key = f"{content_hash(data)}-{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
+        key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
         return Image(data, width, height, grid, self._family.rows(grid), key)
 
     def _bytes_max(self, url: str) -> int:

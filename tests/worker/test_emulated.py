@@ -60,7 +60,7 @@ class World:
         tokens, spans = [1] * prompt, []
         for i, data in enumerate(images):
             spans.append(wire.Span(len(tokens), ROWS, GRID, wire.Lease(4096 * i, BYTES), "bfloat16",
-                                   f"{wire.content_hash(data)}-options"))
+                                   f"{wire.content_hash(data)}00ff"))
             tokens += [FAMILY.image_token_id] * ROWS + [2]
         self.role.submit(wire.Generate(name, tuple(spans), wire.Sampling(**({"max_tokens": 8} | sampling))),
                          array("i", tokens).tobytes())

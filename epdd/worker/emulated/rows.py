@@ -178,7 +178,7 @@ class Engine:
             span = request.spans.pop(0)
             size = self._family.embedding_bytes(span.rows, span.dtype)
             assert self._arena is not None, "checked with the request"
-            pattern.check(self._arena.view(wire.Lease(span.lease.offset, size)), span.digest.partition("-")[0])
+            pattern.check(self._arena.view(wire.Lease(span.lease.offset, size)), span.digest[:wire.CONTENT_LETTERS])
         if not request.prefilled and request.computed >= request.leases_until:
             request.prefilled = True
             self._send(wire.Prefilled(request.id))

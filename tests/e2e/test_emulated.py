@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import aiohttp
 import pytest
 from PIL import Image
 
@@ -100,6 +103,28 @@ def test_many_requests_at_once_leave_nothing(daemon):
     assert sum(worker["done"] for worker in workers if worker["role"] == "encoder") >= 180
     assert sum(worker["failed"] for worker in workers) == 0
     assert all(worker["done"] for worker in workers)
+
+
+def test_clients_that_leave_leave_nothing(daemon):
+    """In the queue, in an encoder, in prefill or in decode: wherever their time is over."""
+    async def ask(client, i):
+        body = {"messages": [{"role": "user", "content": [*(image_part(picture(200 + 3 * i + k)) for k in range(3)),
+                                                          text_part("What is this?")]}],
+                "max_tokens": 4000, "ignore_eos": True}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.004 * i), client.post(daemon.url("/v1/chat/completions"), json=body) as answer:
+                await answer.read()
+
+    async def storm():
+        async with aiohttp.ClientSession() as client:
+            await asyncio.gather(*(ask(client, i) for i in range(60)))
+
+    asyncio.run(storm())
+    after = daemon.at_rest()
+    assert after["pinned"] == after["waiting"] == after["i_cpu"] == 0
+    requests = daemon.status()["requests"]
+    assert requests["aborted"] > 10 and requests["failed"] == 0
+    assert sum(worker["failed"] for worker in daemon.status()["workers"]) == 0
 
 
 def test_an_answer_may_end_by_itself_and_other_sizes_are_other_rows(daemon):

@@ -107,7 +107,7 @@ class Daemon:
     """All parts, made in the order they need each other."""
 
     def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
-                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None) -> None:
+                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None) -> None:
         self._settings = settings
         self._arguments = arguments
         self._stop = asyncio.Event()

@@ -52,7 +52,7 @@ class Model:
 class Encoder:
     workers: Workers = Workers("auto")      # a number, or "gpu:1,cpu:4"; auto: one per NUMA node with CPUs and memory
     threads: int = 0                        # 0: the cores it is bound to
-    ahead: int = 1                          # images handed over beyond the one being encoded
+    ahead_s: float = 0.25                   # an encoder gets the next image so long before it is done, to prepare it
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class Router:
-    policy: str = "budget"                  # budget, earliest, least-loaded, round-robin, gpu-only
+    policy: str = "earliest"                # budget, earliest, least-loaded, round-robin, gpu-only
     unit: str = "patch"                     # what in-flight work is counted in: request, image, patch
     ratio: float = 0.0                      # R, GPU speed over CPU speed; 0: measured
+    slack: float = 1.0                      # 0: first come first served; more: small requests before large ones
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,17 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)
                              if f.name != "worker"}
 
+POLICIES = {                                # router.policy, in the words of `epdctl policy`
+    "budget": "CPU encoders, as long as they have less in flight than their share of the GPUs' work",
+    "earliest": "whichever encoder finishes the image first, the queue before it counted",
+    "least-loaded": "whichever encoder has the least in flight; for comparison",
+    "round-robin": "each encoder in turn; for comparison",
+    "gpu-only": "GPU encoders alone, all where there is no GPU; for comparison",
+}
+
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "router.policy": ("budget", "earliest", "least-loaded", "round-robin", "gpu-only"),
+    "router.policy": tuple(POLICIES),
     "router.unit": ("request", "image", "patch"),
     "media.fetch": ("off", "allowlist", "public"),
     "log.level": ("debug", "info", "warning", "error"),

@@ -84,7 +84,8 @@ class FakeWorker:
             self.say(Failed(message.id, "image_parse_error", "the image is damaged"))
             return
         self.arena.view(message.lease)[:4] = fingerprint(raw).to_bytes(4, "little")
-        self.say(Encoded(message.id, message.rows, 5 if raw == b"lie" else message.lease.size // 2, "bfloat16", 0.01))
+        size = 5 if raw == b"lie" else message.lease.size // 2
+        self.say(Encoded(message.id, message.rows, size, "bfloat16", self.manners.get("encode_s", 0.01)))
 
     def generate(self, message, raw, step):
         """First the fingerprints of the images in order, then the number of prompt tokens."""

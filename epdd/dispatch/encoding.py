@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from itertools import count
 
 from epdd.config import Config
 from epdd.config import Router as RouterConfig
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Embedding, Leases
-from epdd.dispatch.queue import Job, JobTable
-from epdd.dispatch.router import CPU, GPU, Candidate, Pools, Router
-from epdd.dispatch.timing import TimeModel, capability_ratio
+from epdd.dispatch.queue import Job
+from epdd.dispatch.router import Choice, Router
+from epdd.dispatch.timing import TimeModel
 from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
-from epdd.fleet.channel import Event
+from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import State, Worker
+from epdd.fleet.worker import Rate, State, Worker
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
@@ -26,61 +29,89 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 2
 PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
 PATIENCE_MIN_S = 60.0       # and at least this
+SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
+
+
+@dataclass(eq=False, kw_only=True)
+class ImageJob(Job):
+    """A job with the embedding it makes and, while in flight, the work in its worker."""
+
+    embedding: Embedding
+    work: Work | None = None
 
 
 class Encoding:
     """The encode stage.  Everything happens in the event loop, between two awaits."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family) -> None:
-        self.table = JobTable()
-        self.router = Router(config.router.policy)
-        self.unit = config.router.unit
-        self._ratio_set = config.router.ratio
-        self._slots = 1 + config.encoder.ahead
+    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family,
+                 history: History) -> None:
+        # A typical image, until some have come: half of the largest size.
+        typical = max(1, family.rows_max * family.merge ** 2 // 2)
+        self.settings = router = config.router      # in force: a file's, or an operator's of the moment
+        self.router = Router(router.policy, router.unit, router.ratio, router.slack, config.encoder.ahead_s, typical)
         self._supervisor = supervisor
         self._leases = leases
         self._family = family
-        self._models: dict[str, TimeModel] = {}
-        self._fitted: dict[str, Ready] = {}
+        self._history = history
+        self._workers: dict[str, Worker] = {}       # encoders, as of the last change
+        self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
+        self._jobs: dict[Embedding, ImageJob] = {}
+        self._patches: dict[str, Rate] = {}         # encoded, by worker
         self._ids = count()
-        # R is stated for an image of half the largest size: small ones are overhead, the largest are rare.
-        self._typical_patches = max(1, family.rows_max * family.merge ** 2 // 2)
+        self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, router: RouterConfig) -> None:
-        """Take another policy or ratio from now on; what is in flight stays where it is."""
-        if router.policy != self.router.policy:
-            self.router = Router(router.policy)
-        self._ratio_set = router.ratio
+        """Route by other rules from now on; what is in flight stays where it is."""
+        self.settings = router
+        self.router.configure(router.policy, router.unit, router.ratio, router.slack, time.monotonic())
+        self.pump()
 
-    def submit(self, embedding: Embedding, request_id: str, images: int) -> None:
-        """Queue an image whose lease is taken."""
-        self.table.put(Job(embedding, request_id, images))
+    def submit(self, embedding: Embedding, request_id: str, images: int, patches: int) -> None:
+        """Queue an image whose lease is taken, of a request of `images` images with `patches` to encode."""
+        job = ImageJob(request_id, embedding.image.patches, images, patches, embedding=embedding)
+        self._jobs[embedding] = job
+        self.router.submit(job, time.monotonic())
 
     def abandon(self, embedding: Embedding) -> None:
         """Nobody wants it any more: out of the queue, or if it is in flight, tell the worker."""
-        job = self.table.find(embedding)
-        if job is None:
-            self.table.drop(embedding)
-        elif job.work is not None:
+        job = self._jobs.get(embedding)
+        if job is not None and job.work is not None:
             job.work.cancel()
+        elif job is not None and self.router.withdraw(job):
+            del self._jobs[embedding]
+
+    def fleet_changed(self) -> None:
+        """A worker's state changed."""
+        gone, self._workers = self._workers, {worker.name: worker for worker in self._supervisor.role("encoder")}
+        now = time.monotonic()
+        for name, worker in self._workers.items():
+            self.router.pools.set_lane(name, worker.kind, self.model(worker), worker.takes_work, now)
+        for name in gone.keys() - self._workers.keys():
+            self.router.pools.drop_lane(name)
+            del self._models[name]
+        self.pump()
 
     def pump(self) -> None:
         """Hand over whatever can start now.  Called after every change of queue or fleet."""
-        workers = {worker.name: worker for worker in self._supervisor.role("encoder")}
-        if self._supervisor.stopping or all(worker.state is State.FAILED for worker in workers.values()):
-            for lost in self.table.take_all():
-                self._leases.failed(lost.embedding, NoWorker("no encoder can be started"))
-            return
-        while (job := self.table.head()) is not None:
-            choice = self.router.pick(self.pools(job))
-            if choice.worker is None:
-                return
-            log.debug("%s image=%s to=%s because=%s", job.request_id, job.embedding.key, choice.worker, choice.reason)
-            self._hand_over(job, workers[choice.worker])
+        if self._supervisor.stopping or all(worker.state is State.FAILED for worker in self._workers.values()):
+            for job in self.router.take_all():
+                self._fail(job, NoWorker("no encoder can be started"))
+        now = time.monotonic()
+        while (choice := self.router.assign(now)) is not None:
+            self._hand_over(choice)
+        if self._timer is not None:
+            self._timer.cancel()
+        wake_at = self.router.wake_at(now)
+        # The event loop's clock is another one.
+        self._timer = None if wake_at is None else asyncio.get_running_loop().call_later(wake_at - now, self.pump)
 
-    def _hand_over(self, job: Job, worker: Worker) -> None:
+    def _hand_over(self, choice: Choice) -> None:
+        job, worker = choice.job, self._workers[choice.lane.name]
+        assert isinstance(job, ImageJob)
         embedding, image = job.embedding, job.embedding.image
-        self.table.hand_over(job, worker.name)
+        log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
+        self._history.handed_over(embedding, worker.name, choice.reason, time.monotonic() - job.queued,
+                                  self.model(worker).predict(image.patches))
         message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * self.model(worker).predict(image.patches))
         self._leases.hold(embedding)
@@ -93,10 +124,15 @@ class Encoding:
             return
         job.work.on_end(lambda: self._leases.unhold(embedding))
 
-    def _ended(self, job: Job, worker: Worker, event: Event) -> None:
+    def _ended(self, job: ImageJob, worker: Worker, event: Event) -> None:
         """The worker's last word on an image."""
-        self.table.ended(job)
         embedding = job.embedding
+        job.work = None
+        self._history.encoding_ended(embedding, event)
+        if isinstance(event, Encoded):
+            # Before the router looks at the worker again.
+            self.model(worker).observe(job.patches, event.seconds, time.monotonic())
+        self.router.ended(job, time.monotonic())
         if isinstance(event, Encoded):
             self._encoded(job, worker, event)
         elif isinstance(event, Failed):
@@ -104,21 +140,28 @@ class Encoding:
             error = from_wire(event.code, event.message)
             if error.status >= 500:
                 log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
-            self._leases.failed(embedding, error)
+            self._fail(job, error)
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
             if embedding.refs:
                 job.attempts -= 1
-                self.table.put(job, first=True)
+                self.router.submit_again(job)
+            else:
+                del self._jobs[embedding]
         elif isinstance(event, EpddError):
             if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.refs:
                 log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
-                self.table.put(job, first=True)
+                self.router.submit_again(job)
             else:
-                self._leases.failed(embedding, _given_up(event))
+                self._fail(job, _given_up(event))
         self.pump()
 
-    def _encoded(self, job: Job, worker: Worker, event: Encoded) -> None:
+    def _fail(self, job: Job, error: EpddError) -> None:
+        assert isinstance(job, ImageJob)
+        del self._jobs[job.embedding]
+        self._leases.failed(job.embedding, error)
+
+    def _encoded(self, job: ImageJob, worker: Worker, event: Encoded) -> None:
         image = job.embedding.image
         if (event.rows != image.rows or event.dtype not in ITEMSIZE
                 or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
@@ -126,52 +169,38 @@ class Encoding:
             worker.failed += 1
             log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
                       event.rows, event.bytes, event.dtype, image.rows)
-            self._leases.failed(job.embedding, ProtocolError("an encoder's answer does not fit its image"))
+            self._fail(job, ProtocolError("an encoder's answer does not fit its image"))
             return
         worker.done += 1
         worker.rate.add(1)
-        self.model(worker).observe(image.patches, event.seconds)
+        self._patches.setdefault(worker.name, Rate(SHARE_S)).add(image.patches)
+        del self._jobs[job.embedding]
         self._leases.written(job.embedding, event.bytes, event.dtype)
+
+    def share(self, worker: Worker) -> float | None:
+        """The encoder's part, 0 to 1, of the patches encoded in about the last minute; None if there were none."""
+        rates = {name: rate.value() for name, rate in self._patches.items() if name in self._workers}
+        # A rate that decays never reaches zero; less than a patch is nothing.
+        if (total := sum(rates.values())) * SHARE_S < 1.0:
+            return None
+        return rates.get(worker.name, 0.0) / total
+
+    def slow(self, worker: Worker) -> bool:
+        """Whether the encoder has been slower than at its start for long."""
+        return self.model(worker).slow(time.monotonic())
 
     def model(self, worker: Worker) -> TimeModel:
         """The worker's time model, fitted anew after each restart."""
-        if worker.ready is not None and self._fitted.get(worker.name) is not worker.ready:
-            self._fitted[worker.name] = worker.ready
-            self._models[worker.name] = TimeModel(worker.ready.samples)
-        return self._models.setdefault(worker.name, TimeModel())
-
-    def pools(self, job: Job | None = None) -> Pools:
-        """The encoders that take work, as the router sees them for `job`."""
-        now = time.monotonic()
-        candidates = [self._candidate(worker, job, now) for worker in self._supervisor.role("encoder")
-                      if worker.takes_work]
-        waiting = sum(other.cost(self.unit) for other in self.table.waiting() if other is not job)
-        return Pools(candidates, self.ratio(), waiting, job.cost(self.unit) if job else 1.0)
-
-    def _candidate(self, worker: Worker, job: Job | None, now: float) -> Candidate:
-        held, model = self.table.on(worker.name), self.model(worker)
-        left = sum(model.predict(other.embedding.image.patches) for other in held)
-        if held:
-            left = max(0.0, left - (now - held[0].started))
-        alone = job is not None and job.attempts > 0 or any(other.attempts > 1 for other in held)
-        return Candidate(worker.name, worker.kind, sum(other.cost(self.unit) for other in held),
-                         free=len(held) < (1 if alone else self._slots), seconds_left=left,
-                         seconds_for_job=model.predict(job.embedding.image.patches) if job else 0.0)
-
-    def measured_ratio(self) -> float | None:
-        """R from the time models; None unless both kinds take work."""
-        models = {kind: [self.model(worker) for worker in self._supervisor.role("encoder")
-                         if worker.kind == kind and worker.takes_work] for kind in (CPU, GPU)}
-        return capability_ratio(models[GPU], models[CPU], self._typical_patches)
+        ready, model = self._models.get(worker.name, (None, TimeModel()))
+        if worker.ready is not None and ready is not worker.ready:
+            ready, model = worker.ready, TimeModel(worker.ready.samples)
+        self._models[worker.name] = ready, model
+        return model
 
     @property
     def ratio_source(self) -> str:
         """Where R comes from: "set", "measured" or, with one kind of encoder only, "none"."""
-        return "set" if self._ratio_set else "none" if self.measured_ratio() is None else "measured"
-
-    def ratio(self) -> float:
-        """R in force: set by the operator, else measured, else 1."""
-        return self._ratio_set or self.measured_ratio() or 1.0
+        return ("set" if self.router.ratio_set else "none" if self.router.ratio_measured() is None else "measured")
 
 
 def _given_up(error: EpddError) -> EpddError:

@@ -1,94 +1,82 @@
 """The one queue of images to encode.  Late binding: a job gets a worker only when that worker can start it.
 
-So cancelling, placing again after a death and draining are changes to this queue and table, not messages.
-In flight is what the table says; there are no counters beside it that could drift.
+So cancelling, placing again after a death and draining are changes to this queue, not messages.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
 
-from epdd.dispatch.leases import Embedding
-from epdd.fleet.channel import Work
+_numbers = count()
 
 
 @dataclass(eq=False)
 class Job:
-    """One image to encode."""
+    """One image to encode, in numbers; who makes it may add what it stands for in a subclass.
 
-    embedding: Embedding
+    Times are seconds of the clock that the router is called with.
+    """
+
     request_id: str
-    images: int                     # images of its request: a request in flight is split over them
+    patches: int
+    images: int = 1                 # of its request: a request in flight is split over them
+    request_patches: int = 0        # of all images of its request that are encoded with it; 0: of this one
     attempts: int = 0               # times handed to a worker, less those it was cut short
+    queued: float = 0.0             # when it came
+    due: float = 0.0                # its place in the queue: least first
     worker: str | None = None       # while in flight
-    work: Work | None = None
-    started: float = 0.0            # time.monotonic() of the hand-over
-    queued: float = field(default_factory=time.monotonic)
+    started: float = 0.0            # when it was handed over
+    number: int = field(default_factory=lambda: next(_numbers))
 
     def cost(self, unit: str) -> float:
         """What it weighs in patches, images or requests."""
         if unit == "patch":
-            return float(self.embedding.image.patches)
+            return float(self.patches)
         return 1.0 if unit == "image" else 1.0 / self.images
 
+    @property
+    def place(self) -> tuple[float, int]:
+        return self.due, self.number
 
-class JobTable:
-    """Jobs waiting, in order, and jobs in flight, by worker."""
+
+_place = attrgetter("place")
+
+
+class Queue:
+    """Jobs that wait, least `due` first, then in order of arrival."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Job] = deque()
-        self._in_flight: dict[str, list[Job]] = {}
+        self._jobs: list[Job] = []
+        self.patches = 0
 
-    def put(self, job: Job, first: bool = False) -> None:
-        """Queue a job; `first` for one that a worker lost: it has waited already."""
-        job.worker = job.work = None
-        if first:
-            self._waiting.appendleft(job)
-        else:
-            self._waiting.append(job)
+    def put(self, job: Job) -> None:
+        """A job that a worker lost keeps its `due`, and so its place."""
+        insort(self._jobs, job, key=_place)
+        self.patches += job.patches
 
-    def head(self) -> Job | None:
-        """The oldest job that somebody still wants."""
-        while self._waiting and self._waiting[0].embedding.dropped:
-            self._waiting.popleft()
-        return self._waiting[0] if self._waiting else None
-
-    def drop(self, embedding: Embedding) -> None:
-        """Forget the job that waits for an embedding, and with it the image's bytes."""
-        for job in self._waiting:
-            if job.embedding is embedding:
-                self._waiting.remove(job)
-                return
-
-    def hand_over(self, job: Job, worker: str) -> None:
-        """The head goes to a worker."""
-        assert self._waiting[0] is job
-        self._waiting.popleft()
-        job.worker, job.started = worker, time.monotonic()
-        job.attempts += 1
-        self._in_flight.setdefault(worker, []).append(job)
-
-    def ended(self, job: Job) -> None:
-        """Its worker is done with it."""
-        assert job.worker is not None
-        self._in_flight[job.worker].remove(job)
-
-    def on(self, worker: str) -> list[Job]:
-        """In flight on one worker, oldest first."""
-        return self._in_flight.get(worker, [])
-
-    def waiting(self) -> Iterator[Job]:
-        return (job for job in self._waiting if not job.embedding.dropped)
-
-    def find(self, embedding: Embedding) -> Job | None:
-        """The job in flight for an embedding."""
-        return next((job for jobs in self._in_flight.values() for job in jobs if job.embedding is embedding), None)
+    def remove(self, job: Job) -> bool:
+        """Take a job out; False if it does not wait here."""
+        at = bisect_left(self._jobs, job.place, key=_place)
+        if at == len(self._jobs) or self._jobs[at] is not job:
+            return False
+        del self._jobs[at]
+        self.patches -= job.patches
+        return True
 
     def take_all(self) -> list[Job]:
-        """Empty the queue; what is in flight stays."""
-        jobs = list(self.waiting())
-        self._waiting.clear()
+        """Empty the queue."""
+        jobs, self._jobs, self.patches = self._jobs, [], 0
         return jobs
+
+    def head(self) -> Job | None:
+        return self._jobs[0] if self._jobs else None
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)

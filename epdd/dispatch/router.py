@@ -1,129 +1,256 @@
-"""Which encoder takes the next image.  Pure: numbers in, a decision out; no clock, no I/O.
+"""Which image goes to which encoder, and when.  Pure: numbers and a `now` in, decisions out; no clock, no I/O.
 
 The weighted rule (`budget`) is the published device-aware one: the CPU pool may have
 B_cpu = I_gpu * N_cpu / (R * N_gpu) of work in flight, real-valued, and takes a job only below that.
 I_gpu here also counts the jobs that wait in the common queue: late binding moved the GPU's own queue
-there, and without it the rule would see only what the GPU holds at this moment and starve the CPUs.
+there, and without it the rule would see only what the GPU holds at the moment and starve the CPUs.
+
+`earliest` gives a free encoder the first waiting image that no faster one would finish sooner, were all that wait
+before it done by the faster ones.  So a slow encoder neither makes a short queue wait for it nor stands idle beside
+a long one, and the head of the queue always goes to the next fast one that is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
+import math
+from collections.abc import Callable
+from itertools import islice
+from typing import NamedTuple
 
-CPU, GPU = "cpu", "gpu"
-LOOK_AHEAD = 64                     # jobs a worker that `earliest` thinks ahead: bounds the cost of a decision
+from epdd.dispatch.pools import CPU, GPU, Lane, Pools
+from epdd.dispatch.queue import Job, Queue
+from epdd.dispatch.timing import TimeModel
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """An encoder as the router sees it.  Costs are in the configured unit."""
-
-    name: str
-    kind: str                       # "cpu" or "gpu"
-    in_flight: float                # cost handed over and not ended
-    free: bool                      # can take one more job now
-    seconds_left: float = 0.0       # until what it holds is done, by its time model
-    seconds_for_job: float = 0.0    # for this job, by its time model
+LOOK_AHEAD = 256        # jobs that `earliest` walks through: bounds the cost of a decision
+NOT_WORTH = 1.1         # a lane this much faster is worth waiting for; nearly equal ones are not
+RETHINK_S = 0.1         # an encoder that was left idle is looked at again: others may be late
+TYPICAL_WEIGHT = 0.02   # how fast the typical image follows what comes: about the last fifty count
+TYPICAL_CHANGE = 1.25   # a change by this factor sorts the lanes anew
+FORGET_EVERY_S = 1.0    # how often old load is forgotten
 
 
-@dataclass(frozen=True)
-class Pools:
-    """The fleet at this moment; only workers that take work."""
+class Choice(NamedTuple):
+    """`job` goes to `lane`.  `reason` is for people."""
 
-    candidates: Sequence[Candidate]
-    ratio: float                    # R, GPU speed over CPU speed
-    waiting: float = 0.0            # cost in the common queue, this job not counted
-    cost: float = 1.0               # of this job
-
-    def of(self, kind: str) -> list[Candidate]:
-        return [c for c in self.candidates if c.kind == kind]
-
-    def in_flight(self, kind: str) -> float:
-        return sum(c.in_flight for c in self.of(kind))
-
-    @property
-    def cpu_budget(self) -> float:
-        """B_cpu: what the CPU pool may have in flight; infinite without GPUs."""
-        cpus, gpus = len(self.of(CPU)), len(self.of(GPU))
-        if not gpus:
-            return float("inf")
-        return (self.in_flight(GPU) + self.waiting) * cpus / (self.ratio * gpus)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """`worker` is None: wait until something changes.  `reason` is for people."""
-
-    worker: str | None
+    job: Job
+    lane: Lane
     reason: str
 
 
-class Router:
-    """A policy and the little it must remember (round-robin's turn)."""
+def cpu_budget(gpu_work: float, cpus: int, gpus: int, ratio: float) -> float:
+    """B_cpu: what the CPU pool may have in flight beside `gpu_work`; infinite without GPUs."""
+    return gpu_work * cpus / (ratio * gpus) if gpus else math.inf
 
-    def __init__(self, policy: str = "budget") -> None:
-        self.policy = policy
+
+class Router:
+    """Queue, lanes and a policy.
+
+    `slack` orders the queue: an image is due when it came plus `slack` times the seconds that the whole fleet needs
+    for its request.  0 is first come first served; more lets small requests go before large ones, but none before
+    one that came so much earlier: nobody starves.
+    """
+
+    def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 1.0,
+                 ahead_s: float = 0.25, typical_patches: int = 1024) -> None:
+        """`ratio` is R, 0: from the time models.  Lanes get the next image `ahead_s` before they are done."""
+        self.queue = Queue()
+        self.pools = Pools(unit, ahead_s, typical_patches)
+        self._typical = float(typical_patches)
+        self._waiting = 0.0
         self._turn = 0
-        self._policies: dict[str, Callable[[Pools], Choice]] = {
+        self._forgot = 0.0
+        self._policies: dict[str, Callable[[Job, float], Choice | None]] = {
             "budget": self._budget, "earliest": self._earliest, "least-loaded": self._least_loaded,
             "round-robin": self._round_robin, "gpu-only": self._gpu_only}
+        self.configure(policy, unit, ratio, slack, 0.0)
 
-    def pick(self, pools: Pools) -> Choice:
-        """The worker for the job at the head of the queue, or none yet.
+    def configure(self, policy: str, unit: str, ratio: float, slack: float, now: float) -> None:
+        """Route by other rules from now on; what is in flight stays where it is, what waits keeps its place."""
+        self.policy, self.slack, self.ratio_set = policy, slack, ratio
+        self._pick = self._policies[policy]
+        self.pools.by_load = policy != "earliest"
+        self.pools.rebuild(now, unit)
+        self._waiting = sum(job.cost(unit) for job in self.queue)
 
-        Choosing and counting must happen without an await between: the caller hands the job over at once.
-        """
-        if not pools.candidates:
-            return Choice(None, "no encoder takes work")
-        return self._policies[self.policy](pools)
+    # --- jobs
 
-    def _budget(self, pools: Pools) -> Choice:
-        load, budget = pools.in_flight(CPU), pools.cpu_budget
-        first, second = (CPU, GPU) if load < budget else (GPU, CPU)
-        choice = _least_of(pools.of(first), f"I_cpu {load:g} {'<' if first == CPU else '>='} B_cpu {budget:g}")
-        if choice.worker is None and second == GPU:
-            # Going faster than the rule asks costs nobody: a free GPU never stands idle beside a full CPU pool.
-            return _least_of(pools.of(GPU), "CPU pool full, GPU free")
+    def submit(self, job: Job, now: float) -> None:
+        """A job comes."""
+        job.queued = job.due = now
+        if self.slack:
+            rate = self.pools.typical_patches * sum(self.pools.rate.values())
+            job.due += self.slack * (job.request_patches or job.patches) / rate if rate else 0.0
+        if now - self._forgot >= FORGET_EVERY_S:
+            self._forget(now)
+        self._typical += TYPICAL_WEIGHT * (job.patches - self._typical)
+        if not 1 / TYPICAL_CHANGE < self._typical / self.pools.typical_patches < TYPICAL_CHANGE:
+            self.pools.typical_patches = max(1, round(self._typical))
+            self.pools.rebuild(now)
+        self._put(job)
+
+    def _forget(self, now: float) -> None:
+        self._forgot = now
+        for lane in self.pools.lanes.values():
+            lane.model.forget(now)
+        self.pools.rebuild(now)
+
+    def submit_again(self, job: Job) -> None:
+        """A job comes back from a worker that lost it: to its old place."""
+        job.worker = None
+        self._put(job)
+
+    def _put(self, job: Job) -> None:
+        self.queue.put(job)
+        self._waiting += job.cost(self.pools.unit)
+
+    def withdraw(self, job: Job) -> bool:
+        """Nobody wants it any more; False if it does not wait."""
+        if not self.queue.remove(job):
+            return False
+        self._waiting = self._waiting - job.cost(self.pools.unit) if self.queue else 0.0
+        return True
+
+    def take_all(self) -> list[Job]:
+        """Empty the queue."""
+        self._waiting = 0.0
+        return self.queue.take_all()
+
+    def assign(self, now: float) -> Choice | None:
+        """The next job that can start, off the queue and on its lane; None: nothing until `wake_at`."""
+        head = self.queue.head()
+        if head is None:
+            return None
+        self.pools.advance(now)
+        choice = self._go_alone(head, now) if head.attempts else self._pick(head, now)
+        if choice is None:
+            return None
+        self.withdraw(choice.job)
+        job, lane = choice.job, choice.lane
+        job.worker, job.started = lane.name, now
+        job.attempts += 1
+        self.pools.take(lane, job, now)
         return choice
 
-    def _earliest(self, pools: Pools) -> Choice:
-        """The free worker that would be the first to get one of the waiting jobs, were all handed out now.
+    def ended(self, job: Job, now: float) -> None:
+        """Its lane is done with it, one way or the other."""
+        assert job.worker is not None
+        self.pools.let_go(self.pools.lanes[job.worker], job, now)
 
-        The head alone would always wait for the fastest worker; it is the queue behind it that makes a slow
-        one worth using.  The jobs behind are taken to be of this job's size.
+    def wake_at(self, now: float) -> float | None:
+        """When to call `assign` again even if nothing happens; None: not needed."""
+        if not self.queue:
+            return None
+        opens = self.pools.opens_at()
+        rethink = now + RETHINK_S if self.pools.any_open else None
+        return min((at for at in (opens, rethink) if at is not None), default=None)
+
+    # --- numbers for people and for the rule
+
+    @property
+    def waiting(self) -> float:
+        """Cost of what waits, in the unit."""
+        return self._waiting
+
+    def ratio_measured(self) -> float | None:
+        """R from the time models: how many CPU lanes a GPU is worth for the typical image; None without both kinds.
+
+        From mean rates, not mean times: R stands for what a pool can do, and one throttled worker of four
+        takes away a quarter of that at most.
         """
-        jobs = min(1 + round(pools.waiting / pools.cost), LOOK_AHEAD * len(pools.candidates))
-        finishes = [(c.seconds_left + c.seconds_for_job, c.name, c) for c in pools.candidates]
-        heapify(finishes)
-        for ahead in range(jobs):
-            finish, name, best = finishes[0]
-            if best.free:
-                return Choice(name, f"finishes first, in {finish:.3f} s" if not ahead else
-                              f"finishes in {finish:.3f} s, before the {ahead} jobs that faster workers would take")
-            heapreplace(finishes, (finish + best.seconds_for_job, name, best))
-        return Choice(None, f"{finishes[0][1]} is full and still the first to finish")
+        count, rate = self.pools.count, self.pools.rate
+        if not count[CPU] or not count[GPU]:
+            return None
+        return (rate[GPU] / count[GPU]) / (rate[CPU] / count[CPU])
 
-    def _least_loaded(self, pools: Pools) -> Choice:
-        return _least_of(pools.candidates, "least in flight")
+    def ratio(self) -> float:
+        """R in force: set by the operator, else measured, else 1."""
+        return self.ratio_set or self.ratio_measured() or 1.0
 
-    def _round_robin(self, pools: Pools) -> Choice:
-        chosen = pools.candidates[self._turn % len(pools.candidates)]
-        if not chosen.free:
-            return Choice(None, f"{chosen.name}'s turn and it is full")
+    def budget(self, waiting: float) -> float:
+        """B_cpu now, with so much waiting."""
+        count = self.pools.count
+        if not count[GPU]:
+            return math.inf
+        return cpu_budget(self.pools.in_flight[GPU] + waiting, count[CPU], count[GPU], self.ratio())
+
+    # --- policies: the next (job, lane), or None while it is better to wait
+
+    def _go_alone(self, head: Job, now: float) -> Choice | None:
+        """A job that was lost with a worker may have killed it: to an idle lane, and all wait until one is."""
+        kinds = (GPU,) if self.policy == "gpu-only" and self.pools.count[GPU] else (GPU, CPU)
+        idle = [lane for kind in kinds if (lane := self.pools.idle(kind))]
+        if not idle:
+            return None
+        lane = min(idle, key=lambda lane: lane.finish(head, now))
+        return Choice(head, lane, "goes alone: it was lost with a worker")
+
+    def _budget(self, head: Job, now: float) -> Choice | None:
+        load, budget = self.pools.in_flight[CPU], self.budget(self._waiting - head.cost(self.pools.unit))
+        below = load < budget
+        lane = self.pools.first(CPU if below else GPU, now)
+        if lane is not None:
+            return Choice(head, lane, f"I_cpu {load:g} {'<' if below else '>='} B_cpu {budget:g}")
+        # Going faster than the rule asks costs nobody: a free GPU never stands idle beside a full CPU pool.
+        lane = self.pools.first(GPU, now) if below else None
+        return Choice(head, lane, "CPU pool full, GPU free") if lane else None
+
+    def _earliest(self, head: Job, now: float) -> Choice | None:
+        candidates = self.pools.candidates(now)
+        if not candidates:
+            return None
+        lane = min(candidates, key=lambda lane: lane.finish(head, now))
+        remaining = lane.remaining(now)
+        rivals = [(rival.remaining(now), rival.model) for rival in self.pools.faster(lane.seconds / NOT_WORTH)]
+        if not rivals:
+            return Choice(head, lane, "finishes first")
+        demands: dict[int, int] = {}        # patches to its size: what faster lanes do before this one is done
+        before, job = 0, head
+        for job in islice(self.queue, LOOK_AHEAD):
+            demand = demands.get(job.patches)
+            if demand is None:
+                finish = remaining + lane.model.predict(job.patches)
+                demand = demands[job.patches] = _sooner(job.patches, finish, rivals)
+            if before >= demand:
+                return Choice(job, lane, _why(before))
+            before += job.patches
+        # What lies beyond is taken to be like the last one seen.
+        if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches >= demands[job.patches]:
+            return Choice(job, lane, "finishes before faster encoders would get through the queue")
+        return None
+
+    def _least_loaded(self, head: Job, now: float) -> Choice | None:
+        lanes = [lane for lane in (self.pools.first(GPU, now), self.pools.first(CPU, now)) if lane]
+        if not lanes:
+            return None
+        return Choice(head, min(lanes, key=lambda lane: (lane.in_flight, lane.seconds)), "least in flight")
+
+    def _round_robin(self, head: Job, now: float) -> Choice | None:
+        turns = self.pools.turns()
+        if not turns:
+            return None
+        lane = turns[self._turn % len(turns)]
+        if not self.pools.is_open(lane, now):
+            return None
         self._turn += 1
-        return Choice(chosen.name, "its turn")
+        return Choice(head, lane, "its turn")
 
-    def _gpu_only(self, pools: Pools) -> Choice:
+    def _gpu_only(self, head: Job, now: float) -> Choice | None:
         # Without a GPU there is nothing to prefer, and refusing all work would help nobody.
-        gpus = pools.of(GPU)
-        return _least_of(gpus or pools.candidates, "GPUs only" if gpus else "no GPU encoder here")
+        kind = GPU if self.pools.count[GPU] else CPU
+        lane = self.pools.first(kind, now)
+        return Choice(head, lane, "GPUs only" if kind == GPU else "no GPU encoder here") if lane else None
 
 
-def _least_of(candidates: Sequence[Candidate], reason: str) -> Choice:
-    """The free candidate with the least in flight."""
-    free = [c for c in candidates if c.free]
-    if not free:
-        return Choice(None, f"{reason}; no free slot there")
-    return Choice(min(free, key=lambda c: (c.in_flight, c.name)).name, reason)
+def _sooner(patches: int, finish: float, rivals: list[tuple[float, TimeModel]]) -> int:
+    """Patches, in images of `patches`, that the rivals together finish within `finish` seconds from now."""
+    images = 0
+    for remaining, model in rivals:
+        if finish > remaining:
+            images += int((finish - remaining) / model.predict(patches))
+    return images * patches
+
+
+def _why(before: int) -> str:
+    if not before:
+        return "finishes first: faster encoders are busy for longer"
+    return f"finishes before faster encoders would get through the {before} patches that wait before it"

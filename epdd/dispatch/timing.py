@@ -1,36 +1,57 @@
-"""How long an image takes on a worker, and how much faster a GPU is: fitted at warm-up, corrected while running."""
+"""How long an image takes on a worker, fitted at warm-up, corrected while running."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-HEARD_WEIGHT = 0.1          # how fast what is seen corrects the fit: about the last ten images count
-CORRECTION_MAX = 4.0        # one observation moves the correction by at most this factor: outliers
+HEARD_MAX = 5               # images whose median corrects the fit: two outliers among them change nothing
+HEARD_S = 300.0             # older ones are forgotten: the load they tell of has passed
+DOUBT = 3                   # until so many images were heard, the fit itself fills the median up
 DEFAULT_S_PER_PATCH = 1e-3  # before anything was measured
+SLOW_FACTOR = 1.5           # slower than its fit by this
+SLOW_AFTER_S = 30.0         # for so long: then it is called slow
 
 
 class TimeModel:
     """Seconds to encode an image of so many patches: t = (a + b * patches + c * patches^2) * correction.
 
-    Linear layers cost b per patch, attention within an image c per pair.  `correction` follows what is seen
-    while running: a worker whose CPUs are shared or throttled drifts from its warm-up.
+    Linear layers cost b per patch, attention within an image c per pair.  `correction` is the median of what the
+    last images took, each over what the fit said: a worker whose CPUs are shared or throttled drifts from its
+    warm-up.  Times (`now`) are seconds of any clock that only goes forward.
     """
 
     def __init__(self, samples: Sequence[tuple[int, float]] = ()) -> None:
-        self._coefficients = fit(samples)
+        self._fit = fit(samples)
+        self._heard: deque[tuple[float, float]] = deque(maxlen=HEARD_MAX)      # (when, seen over fitted)
+        self._slow_since: float | None = None
         self.correction = 1.0
 
     def predict(self, patches: int) -> float:
         """Seconds for one image of `patches`."""
-        a, b, c = self._coefficients
-        return (a + b * patches + c * patches * patches) * self.correction
+        a, b, c = self._fit
+        return (a + (b + c * patches) * patches) * self.correction
 
-    def observe(self, patches: int, seconds: float) -> None:
+    def observe(self, patches: int, seconds: float, now: float) -> None:
         """An image of `patches` took `seconds`."""
-        seen = seconds / max(self.predict(patches) / self.correction, 1e-9)
-        low, high = self.correction / CORRECTION_MAX, self.correction * CORRECTION_MAX
-        self.correction += HEARD_WEIGHT * (min(max(seen, low), high) - self.correction)
+        a, b, c = self._fit
+        self._heard.append((now, seconds / max(a + (b + c * patches) * patches, 1e-9)))
+        self.forget(now)
+
+    def forget(self, now: float) -> None:
+        """Drop what is too old; with nothing heard lately the fit counts again, so the worker is tried again."""
+        while self._heard and self._heard[0][0] < now - HEARD_S:
+            self._heard.popleft()
+        self.correction = median([ratio for _, ratio in self._heard] + [1.0] * (DOUBT - len(self._heard)))
+        if self.correction < SLOW_FACTOR:
+            self._slow_since = None
+        elif self._slow_since is None:
+            self._slow_since = now
+
+    def slow(self, now: float) -> bool:
+        """Whether it has been slower than its fit for long."""
+        return self._slow_since is not None and now - self._slow_since >= SLOW_AFTER_S
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
@@ -73,11 +94,3 @@ def _least_squares(rows: list[list[float]]) -> list[float] | None:
                 factor = system[row][column] / system[column][column]
                 system[row] = [value - factor * top for value, top in zip(system[row], system[column])]
     return [system[i][width] / system[i][i] / scale[i] for i in range(width)]
-
-
-def capability_ratio(gpu: Sequence[TimeModel], cpu: Sequence[TimeModel], patches: int) -> float | None:
-    """R: how many times faster a GPU encodes an image of `patches` than a CPU worker; None without both."""
-    if not gpu or not cpu:
-        return None
-    seconds = [median(model.predict(patches) for model in pool) for pool in (cpu, gpu)]
-    return seconds[0] / seconds[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from epdd import __version__
@@ -11,7 +12,7 @@ from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.leases import Leases
-from epdd.dispatch.router import CPU, GPU
+from epdd.dispatch.pools import CPU, GPU
 from epdd.families import Family
 from epdd.fleet.process import resident_bytes
 from epdd.fleet.seating import Seating
@@ -78,13 +79,14 @@ class Status:
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
             "placement": {"changes": self._seating.changes, "error": self._seating.error},
-            "router": self._router(), "arena": self._arena(), "cache": self._cache(),
+            "router": self.router(), "arena": self._arena(), "cache": self._cache(),
             "requests": self._stats.snapshot() | {"running": self._admission.inside},
         }
 
     def _worker(self, worker: Worker) -> dict[str, Any]:
         ready = worker.ready
-        held = self._encoding.table.on(worker.name)
+        lane = self._encoding.router.pools.lanes.get(worker.name)
+        held = lane.held if lane else []
         pid = worker.process.pid if worker.process and ready else None
         # As the kernel has it now; what the worker read back at its start may be history.
         cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
@@ -101,7 +103,7 @@ class Status:
             "progress": worker.loading.done if worker.state is State.STARTING else None,
             "restarts": worker.restarts, "in_flight": worker.in_flight, "in_flight_cost": worker.in_flight_cost,
             "done": worker.done, "failed": worker.failed, "rate_per_s": worker.rate.value(),
-            "slowness": self._encoding.model(worker).correction if worker.role == "encoder" else None,
+            **self._pace(worker),
             "oldest_s": time.monotonic() - held[0].started if held else None,
             "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
             "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
@@ -112,22 +114,27 @@ class Status:
             "last_error": worker.last_error,
         }
 
-    def _router(self) -> dict[str, Any]:
-        pools = self._encoding.pools()
-        budget = pools.cpu_budget
-        waiting = list(self._encoding.table.waiting())
-        source, unit = self._encoding.ratio_source, self._encoding.unit
-        return {
-            "policy": self._encoding.router.policy, "unit": unit,
-            "ratio": pools.ratio if source != "none" else None, "ratio_source": source,
-            "ratio_measured": self._encoding.measured_ratio(),
-            "i_cpu": pools.in_flight(CPU), "i_gpu": pools.in_flight(GPU),
-            "n_cpu": len(pools.of(CPU)), "n_gpu": len(pools.of(GPU)),
+    def _pace(self, worker: Worker) -> dict[str, Any]:
+        if worker.role != "encoder":
+            return {"share": None, "slowness": None, "slow": False}
+        encoding = self._encoding
+        return {"share": encoding.share(worker), "slowness": encoding.model(worker).correction,
+                "slow": encoding.slow(worker)}
+
+    def router(self) -> dict[str, Any]:
+        """The router's settings in force, and the numbers that it decides by."""
+        router = self._encoding.router
+        pools, source = router.pools, self._encoding.ratio_source
+        budget = router.budget(router.waiting)
+        return asdict(self._encoding.settings) | {
+            "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
+            "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
+            "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],
+            "n_cpu": pools.count[CPU], "n_gpu": pools.count[GPU],
             # Without GPUs the budget is unbounded, which JSON cannot say.
             "budget_cpu": None if budget == float("inf") else budget,
-            "queue_jobs": len(waiting),
-            "queue_cost": sum(job.cost(unit) for job in waiting),
-            "oldest_s": max((time.monotonic() - job.queued for job in waiting), default=0.0),
+            "queue_jobs": len(router.queue), "queue_cost": router.waiting,
+            "oldest_s": max((time.monotonic() - job.queued for job in router.queue), default=0.0),
         }
 
     def _arena(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from epdd import arena
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.dispatch.request import Image, Placed, Request
@@ -32,6 +33,7 @@ class Fleet:
     encoding: Encoding
     admission: Admission
     pipeline: Pipeline
+    history: History
 
     async def ready(self, *names):
         """Until these workers (all of them, if none is named) are READY."""
@@ -50,6 +52,10 @@ class Fleet:
                 answers.setdefault(index, []).append("end")
         return [answers[index] for index in sorted(answers)]
 
+    def held(self, name):
+        """Images handed to an encoder and not ended."""
+        return self.encoding.router.pools.lanes[name].held
+
     async def at_rest(self):
         """Until nothing is in flight; then every counter must be at its start."""
         async with asyncio.timeout(10):
@@ -57,8 +63,10 @@ class Fleet:
                 await asyncio.sleep(0.01)
         assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0
         assert all(e.refs == 0 and e.holds == 0 for e in self.leases._entries.values())
-        assert not list(self.encoding.table.waiting())
-        assert all(not self.encoding.table.on(worker.name) for worker in self.supervisor.workers)
+        router = self.encoding.router
+        assert not router.queue and router.waiting == 0 and not self.encoding._jobs
+        assert all(not lane.held for lane in router.pools.lanes.values())
+        assert router.pools.in_flight == {"cpu": 0.0, "gpu": 0.0}
 
 
 @asynccontextmanager
@@ -75,8 +83,10 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
 
     supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
     admission = Admission(config.server.requests_max, supervisor, leases, FAMILY)
-    encoding = Encoding(supervisor, leases, config, FAMILY)
-    fleet = Fleet(supervisor, leases, encoding, admission, Pipeline(supervisor, leases, encoding, admission))
+    history = History()
+    encoding = Encoding(supervisor, leases, config, FAMILY, history)
+    pipeline = Pipeline(supervisor, leases, encoding, admission, history)
+    fleet = Fleet(supervisor, leases, encoding, admission, pipeline, history)
     supervisor.start()
     try:
         if not manners.get("bad_start"):

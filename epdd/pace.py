@@ -1,4 +1,4 @@
-"""How an emulated worker spends its time: plain data that crosses in its spec, and the clock and timeline that keep to it.
+"""How an emulated worker spends its time: plain data that crosses in its spec, a clock and a timeline.
 
 A profile file is made of these structs, so every value has been checked when a `Pace` exists.  No I/O here but
 reading the monotonic clock.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from epdd import wire
-from epdd.pace import Clock, EncoderGroup, Timeline, Pace, PrefillDecodeGroup
+from epdd.pace import Clock, EncoderGroup, Pace, PrefillDecodeGroup, Timeline
 from epdd.worker.loop import Send
 
 log = logging.getLogger(__name__)

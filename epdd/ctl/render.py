@@ -70,6 +70,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
     router, arena, cache, requests = (snapshot[name] for name in ("router", "arena", "cache", "requests"))
     oldest = f"; the oldest for {seconds(router['oldest_s'])}" if router["queue_jobs"] else ""
     return [
+        *([("emulated", emulated_text(snapshot["emulated"]))] if snapshot.get("emulated") else []),
         ("router", f"policy {router['policy']}, in flight counted by {router['unit']}, "
                    f"slack {number(router['slack'])}, R {ratio(router)}"),
         ("pools", f"I_cpu {quantity(router['i_cpu'])}  B_cpu {number(router['budget_cpu'])}  "
@@ -90,6 +91,13 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
         ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
     ]
+
+
+def emulated_text(emulated: Json) -> str:
+    scale = emulated["scale"]
+    speed = "" if scale == 1 else f", {scale:g} times as fast as it says"
+    answers = "true answers" if emulated["answers"] == "demo" else "no model: answers mean nothing"
+    return f"devices by profile {emulated['profile']}{speed}; {answers}"
 
 
 def worker_cells(worker: Json) -> tuple[str, ...]:

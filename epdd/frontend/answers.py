@@ -183,7 +183,8 @@ class Chunks:
         return chunk
 
 
-def model_card(name: str, root: str, created: int, context_max: int) -> _Json:
+def model_card(name: str, root: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
     """An entry of /v1/models; benchmark clients read `root`, the name that `name` is an alias of, too."""
     return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": root, "parent": None,
-            "max_model_len": context_max, "input_modalities": ["text", "image"]}
+            "max_model_len": context_max, "input_modalities": ["text", "image"],
+            **({} if emulated is None else {"emulated": emulated})}

@@ -157,6 +157,7 @@ class Model(_Answer):
     parent: None
     max_model_len: int
     input_modalities: list[Literal["text", "image"]]
+    emulated: _Json | UnsetType = UNSET     # what is said of an emulated fleet
 
 
 class ModelList(_Answer):

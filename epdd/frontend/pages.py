@@ -62,7 +62,7 @@ class Pages:
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context
-        return model_card(name, context.model_name, context.created, context.context_max())
+        return model_card(name, context.model_name, context.created, context.context_max(), context.emulated)
 
 
 def _by_role(status: dict[str, Any]) -> dict[str, dict[str, int]]:

@@ -89,6 +89,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int = -1              # -1: none; n >= 0: the chosen token's and the n best
     ignore_eos: bool = False
+    grammar: str = ""               # that the answer must follow, in llguidance's Lark; empty: any text
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -186,7 +187,7 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     """The answer is whole."""
 
     id: str
-    reason: str                     # "stop" (EOS or stop_token_ids) or "length"
+    reason: str                     # "stop" (EOS, stop_token_ids, or the grammar is complete) or "length"
     stop_token: int | None = None
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerFailed
+from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.context import Event
 from epdd.frontend.openai import Chat
-from epdd.frontend.text import TextStream, Vocabulary
+from epdd.frontend.text import TextStream
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _LOGPROB_MIN = -9999.0      # JSON has no minus infinity

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
+from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import faults, ids, openai
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.body import Bodies
@@ -21,7 +22,6 @@ from epdd.frontend.media import Held, Media
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
-from epdd.frontend.text import Vocabulary
 from epdd.wire import Tokens
 
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, normalizers
 
 from epdd import grammar
-from epdd.errors import WorkerFailed
+from epdd.errors import BadRequest, WorkerFailed
 from epdd.families.vocabulary import Vocabulary
 
 
@@ -30,7 +30,7 @@ class Constraint:
         Raises BadRequest if the grammar has led to where nothing fits, or is too costly to follow.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        grammar.check(self._matcher)
+        _check(self._matcher)
         mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
         if self._avoid:
             fewer = mask.copy()
@@ -41,8 +41,7 @@ class Constraint:
     def accept(self, token: int) -> None:
         """Go on by a legal token that does not end the answer."""
         if not self._matcher.consume_token(token):
-            grammar.check(self._matcher)
-            raise WorkerFailed("a token was chosen that its grammar does not allow")
+            raise WorkerFailed(f"token {token} was chosen, and the grammar does not allow it")
 
     @property
     def complete(self) -> bool:
@@ -61,12 +60,19 @@ class Constraints:
 
     def make(self, text: str, ignore_eos: bool) -> Constraint:
         """`ignore_eos`: goes on as long as the grammar lets it.  Raises BadRequest on a bad grammar."""
-        return Constraint(grammar.compiled(text, self._tokenizer), self._vocab, self._eos_ids if ignore_eos else ())
+        matcher = grammar.begin(text, self._tokenizer)
+        _check(matcher)
+        return Constraint(matcher, self._vocab, self._eos_ids if ignore_eos else ())
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
         tokens = llguidance.TokenizerWrapper(_Tokens(self._folder, self._vocab, self._eos_ids))
         return llguidance.LLTokenizer(tokens, n_vocab=self._vocab, eos_token=list(self._eos_ids))
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    if fault := grammar.fault(matcher):
+        raise BadRequest(f"response_format or tools: {fault}")
 
 
 class _Tokens:

@@ -20,7 +20,7 @@ import msgspec
 from epdd.errors import ProtocolError
 
 HEAD = struct.Struct("<II")
-HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans and a large logit_bias stays far below
+HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans, a large logit_bias and grammar stays far below
 RAW_BYTES_MAX = 256 << 20     # an image file or a prompt of 64 million tokens
 
 

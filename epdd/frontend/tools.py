@@ -135,8 +135,6 @@ def schema(value: _Json, strict: bool, param: str) -> str:
     """
     if "x-guidance" in value:
         raise BadRequest(f"{param}: x-guidance is not a keyword of JSON schemas", param=param)
-    if (count := _properties(value)) > PROPERTIES_MAX:
-        raise BadRequest(f"{param} has {count} properties; at most {PROPERTIES_MAX} are allowed", param=param)
     try:
         data = orjson.dumps({**value, "x-guidance": {
             "whitespace_pattern": _WHITE, "lenient": not strict, "coerce_one_of": not strict}})
@@ -144,6 +142,8 @@ def schema(value: _Json, strict: bool, param: str) -> str:
         raise BadRequest(f"{param} is nested too deeply", param=param) from None
     if len(data) > SCHEMA_BYTES_MAX:
         raise BadRequest(f"{param} has {len(data)} bytes of JSON; at most {SCHEMA_BYTES_MAX} are allowed", param=param)
+    if (count := _properties(value)) > PROPERTIES_MAX:
+        raise BadRequest(f"{param} has {count} properties; at most {PROPERTIES_MAX} are allowed", param=param)
     return f"%json {data.decode()}"
 
 

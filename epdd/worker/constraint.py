@@ -51,7 +51,7 @@ class Constraint:
 
 class Constraints:
     """Makes constraints over a checkpoint's tokens.  The tokenizer is read for the first one: with 150,000 tokens
-    it takes 1.1 s and 140 MB, which a worker without such requests never pays."""
+    it takes a second and 140 MB, which a worker without such requests never pays."""
 
     def __init__(self, folder: str, vocab: int, eos_ids: tuple[int, ...]) -> None:
         self._folder = folder

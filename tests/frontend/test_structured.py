@@ -169,6 +169,14 @@ def test_tools_are_kept_for_the_template_as_they_came() -> None:
     assert "parameters" not in bare["function"]
 
 
+def test_definitions_are_a_tools_own() -> None:
+    """Each schema refers into itself, whatever stands around it in the grammar."""
+    one, two = ({"$defs": {"x": {"type": kind}}, "properties": {"a": {"$ref": "#/$defs/x"}}} for kind in ("string", 5))
+    assert prepared(tools=[tool("one", parameters=one), tool("two", parameters=one)])
+    assert refused(tools=[tool("one", parameters=one), tool("two", parameters=two)]).param == \
+        "tools[1].function.parameters"
+
+
 def test_what_only_a_tool_may_leave_to_the_model() -> None:
     """The model reads a tool's schema in its prompt; strict asks for all of it to be enforced."""
     hard = {"properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}

@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
+from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import faults, ids, keys
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
@@ -18,7 +19,6 @@ from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.pages import Pages
 from epdd.frontend.prompt import PromptMaker
-from epdd.frontend.text import Vocabulary
 from epdd.frontend.text_completions import TextCompletions
 from epdd.frontend.tokens import TokenPages
 
@@ -56,7 +56,7 @@ def build(context: Context) -> web.Application:
         executor.shutdown(wait=False, cancel_futures=True)
 
     app.cleanup_ctx.append(lifetime)
-    chat = ChatCompletions(context, bodies, media, prompts, vocabulary)
+    chat = ChatCompletions(context, bodies, media, prompts, vocabulary, executor)
     text = TextCompletions(context, bodies, prompts, vocabulary)
     tokens = TokenPages(context, bodies, media, prompts, executor)
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
@@ -22,6 +24,7 @@ from epdd.frontend.prompt import PromptMaker
 from epdd.frontend.text_completions import TextCompletions
 from epdd.frontend.tokens import TokenPages
 
+_HTTP_LOG = logging.getLogger("aiohttp.server")
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
 
 
@@ -31,6 +34,7 @@ def build(context: Context) -> web.Application:
     Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
     used, ConfigError on a bad allowlist or file of keys.
     """
+    _HTTP_LOG.addFilter(_no_client_faults)
     config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, executor)
@@ -70,6 +74,12 @@ def build(context: Context) -> web.Application:
                        ("/openapi.json", pages.openapi)):
         app.router.add_get(path, page)
     return app
+
+
+def _no_client_faults(record: logging.LogRecord) -> bool:
+    """What cannot even be parsed is answered with a 400 before any middleware.  It is the client's fault, and aiohttp
+    would log the bytes: a header with an API key, say."""
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 def _errors(stats: RequestStats) -> Middleware:

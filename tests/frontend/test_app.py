@@ -295,3 +295,21 @@ async def test_strict(house: House) -> None:
                        ("/detokenize", {"tokens": []})):
         assert (await house.http.post(house.url + path, json=body)).status == 200
         assert (await house.http.post(house.url + path, json={**body, "zeta": 1})).status == 400
+
+
+@pytest.mark.parametrize("data", [
+    b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-secret" + b"y" * 20000 + b"\r\n\r\n", b"sk-secret\r\n\r\n",
+    b"GET /sk-secret" + b"y" * 20000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: sk-secret\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsk-secret\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nsk-secret",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: 9\r\n\r\nsk-secret",
+], ids=range(7))
+def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    @hosted()
+    async def test(house: House) -> None:
+        assert (await raw(house, data)).partition(b" ")[2].startswith(b"400 ")
+        assert (await house.chat()).status == 200 and house.door.inside == 0
+
+    test(family)
+    assert caplog.text == ""

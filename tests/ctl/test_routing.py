@@ -39,7 +39,7 @@ ALL = request(
     image("encoded", hand_over("encoder/0")), image("cache"), image("joined", hand_over("encoder/10")),
     image("encoded", hand_over("encoder/1", "lost", error=LOST), hand_over(
         "encoder/0", "running", ended_at_s=None,
-        reason="finishes before faster encoders would get through the 24480 patches that wait before it")),
+        reason="finishes first: faster ones have 24480 patches before it")),
     client_id="mine")
 
 

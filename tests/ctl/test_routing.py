@@ -112,10 +112,9 @@ IMAGE  PATCHES  SOURCE   ENCODER     WAITED  PREDICTED  TOOK      ENDED  WHY
                                                                          9 (by an operator, the
                                                                          stall watch or the kernel's
                                                                          OOM killer))
-                         encoder/0    85 ms     412 ms  running       -  finishes before faster
-                                                                         encoders would get through
-                                                                         the 24480 patches that wait
-                                                                         before it
+                         encoder/0    85 ms     412 ms  running       -  finishes first: faster ones
+                                                                         have 24480 patches before
+                                                                         it
 
     0 ms  arrived
    31 ms  images fetched, prompt made

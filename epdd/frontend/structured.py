@@ -16,7 +16,7 @@ from epdd.errors import BadRequest
 from epdd.frontend import tools as tool_fields
 
 GRAMMAR_CHARS_MAX = 128 << 10   # of all schemas of a request
-CHECKED_KEPT = 64               # grammars known to be good: agents send the same tools turn after turn
+CHECKED_KEPT = 32               # grammars known to be good: agents send the same tools turn after turn
 
 _Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ def parse(data: _Json) -> Structure:
     answer = _response_format(data.get("response_format"))
     tools = tool_fields.parse(data)
     terms = [(tool.param, _start(tool_fields.schema(tool.schema, tool.strict, tool.param))) for tool in tools.callable]
-    if answer and not tools.forced:
+    if answer:      # where a call is forced too: what was sent is looked at
         terms.append(("response_format", _start(answer)))
     grammar = tool_fields.grammar(tools, answer) if tools.callable else _start(answer) if answer else ""
     if len(grammar) > GRAMMAR_CHARS_MAX:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 LEXER_STATES_MAX = 50_000   # of one answer, at 1 to 2 kB; the library's own limit would let one take half a gigabyte
+SYMBOLS_MAX = 20_000        # 128 tools of ten parameters are 12,000; a worker compiles so many in 0.2 s at most
 FAULT_CHARS_MAX = 160
 NOTHING_FITS = "nothing can fit it"
 
-_LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
+_LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, max_grammar_size=SYMBOLS_MAX, verbose_errors=False)
 
 
 def begin(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from epdd.errors import BadRequest
 from epdd.frontend import tools as tool_fields
 
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
 GRAMMAR_CHARS_MAX = 128 << 10   # of all schemas of a request
-CHECKED_KEPT = 64               # grammars known to be good: agents send the same tools turn after turn
+CHECKED_KEPT = 32               # grammars known to be good: agents send the same tools turn after turn
 
 _Json = dict[str, Any]
 
@@ -36,7 +39,7 @@ def parse(data: _Json) -> Structure:
     answer = _response_format(data.get("response_format"))
     tools = tool_fields.parse(data)
     terms = [(tool.param, _start(tool_fields.schema(tool.schema, tool.strict, tool.param))) for tool in tools.callable]
-    if answer and not tools.forced:
+    if answer:      # where a call is forced too: what was sent is looked at
         terms.append(("response_format", _start(answer)))
     grammar = tool_fields.grammar(tools, answer) if tools.callable else _start(answer) if answer else ""
     if len(grammar) > GRAMMAR_CHARS_MAX:
@@ -63,10 +66,15 @@ def _check(structure: Structure) -> None:
 def _fault(grammar: str) -> str:
     """What is wrong with a grammar; nothing if it can be followed."""
     # Here and not above: most daemons never need it, and it takes 9 MB.
-    import llguidance
-
     from epdd.grammar import begin, fault
-    return fault(begin(grammar, llguidance.LLTokenizer("byte")))
+    return fault(begin(grammar, _byte_tokens()))
+
+
+@cache
+def _byte_tokens() -> LLTokenizer:
+    """Where each token is a byte: all that a grammar can be told by without the checkpoint's own."""
+    import llguidance
+    return llguidance.LLTokenizer("byte")
 
 
 def _response_format(value: Any) -> str:

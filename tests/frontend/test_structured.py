@@ -169,6 +169,11 @@ def test_tools_are_kept_for_the_template_as_they_came() -> None:
     assert "parameters" not in bare["function"]
 
 
+def test_many_tools_fit() -> None:
+    parameters = {"properties": {f"p{at}": {"type": "string"} for at in range(10)}, "required": ["p0"]}
+    assert prepared(tools=[tool(f"f{at}", parameters=parameters) for at in range(128)])
+
+
 def test_definitions_are_a_tools_own() -> None:
     """Each schema refers into itself, whatever stands around it in the grammar."""
     one, two = ({"$defs": {"x": {"type": kind}}, "properties": {"a": {"$ref": "#/$defs/x"}}} for kind in ("string", 5))
@@ -188,6 +193,7 @@ def test_what_only_a_tool_may_leave_to_the_model() -> None:
 def test_a_format_and_tools_together() -> None:
     both = prepared(response_format=form(OBJECT), tools=[LOOK])
     assert len(both.terms) == 2 and "TEXT" not in both.grammar
-    assert refused(response_format=form({"type": 5}), tools=[LOOK]).param == "response_format"
+    for choice in ("auto", "required"):
+        assert refused(response_format=form({"type": 5}), tools=[LOOK], tool_choice=choice).param == "response_format"
     assert refused(response_format=form(OBJECT), tools=[tool(parameters={"properties": {"a": 5}})]).param == \
         "tools[0].function.parameters"

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from epdd import __version__
 from epdd.errors import NotFound
-from epdd.frontend import chat, exposition, faults, ids
+from epdd.frontend import chat, chat_page, exposition, faults, ids
 from epdd.frontend.answers import model_card
 from epdd.frontend.context import Context
 from epdd.frontend.media import Media
@@ -49,6 +49,7 @@ def build(context: Context) -> web.Application:
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
                        ("/version", pages.version), ("/metrics", pages.metrics)):
         app.router.add_get(path, page)
+    chat_page.add(app.router, context)
     return app
 
 

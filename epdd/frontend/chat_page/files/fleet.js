@@ -20,7 +20,7 @@ export class Fleet {
       first: new Plot("First token after", { dots: true, show: seconds }),
       tokens: new Plot("Tokens per second"),
     };
-    by("plots").append(...Object.values(this.plots).map((plot) => plot.element));
+    by("plots").prepend(...Object.values(this.plots).map((plot) => plot.element));
     document.addEventListener("visibilitychange", () => this.tick());
   }
 
@@ -37,7 +37,10 @@ export class Fleet {
 
   away(error) {
     const closed = error.status === 401;
-    if (closed) this.locked();
+    if (closed) {
+      clearTimeout(this.timer); // until there is one
+      this.locked();
+    }
     this.state("away", closed ? "needs an API key" : error.message);
     by("fleet").classList.add("old");
   }
@@ -63,17 +66,17 @@ export class Fleet {
       by("emulated").title = emulated.about ?? "";
     }
     this.table(by("encoders"), "Encoders", status.workers.filter((worker) => worker.role === "encoder"),
-      ["Share", "of the patches encoded in the last minute"], (worker) => worker.share);
+      ["Images/s", "Share", "of the patches encoded in the last minute"], (worker) => worker.share);
     this.table(by("decoders"), "Prefill and decode", status.workers.filter((worker) => worker.role === "pd"),
-      ["KV", "memory for keys and values in use"], (worker) => worker.kv_tokens ? worker.kv_used / worker.kv_tokens : null);
+      ["Tokens/s", "KV", "memory for keys and values in use"], (worker) => worker.kv_tokens ? worker.kv_used / worker.kv_tokens : null);
     this.budget(status.router ?? {});
     this.memory(status.arena ?? {}, status.cache ?? {});
     this.history(status);
   }
 
-  table(place, title, workers, [last, meaning], part) {
+  table(place, title, workers, [rate, last, meaning], part) {
     if (!place.firstChild) {
-      const heads = ["Worker", "State", "In flight", "Rate", last];
+      const heads = ["Worker", "State", "In flight", rate, last];
       place.append(make("table", {}, make("caption", { class: "unseen" }, `${title}; ${last}: ${meaning}`),
         make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
         make("tbody")));
@@ -159,16 +162,20 @@ function fill(row, worker, part) {
   say(name.querySelector("small"), worker.numa_node == null ? device : `${device}, NUMA ${worker.numa_node}`);
   const word = String(worker.state).toLowerCase();
   row.dataset.state = word;
-  say(state.firstChild, word === "starting" && worker.stage ? `${worker.stage} ${percent(worker.progress)}` : word);
-  say(state.lastChild, notes(worker).join(", "));
+  const loading = word === "starting" && worker.stage;
+  say(state.firstChild, whole(loading ? `${worker.stage} ${percent(worker.progress)}` : word));
+  say(state.lastChild, notes(worker).map(whole).join(", "));
   state.classList.toggle("slow", Boolean(worker.slow));
   say(flight, quantity(worker.in_flight));
   flight.title = worker.in_flight_cost ? `cost ${quantity(worker.in_flight_cost)}` : "";
-  say(rate, worker.rate_per_s == null ? "–" : `${number(worker.rate_per_s)} ${worker.role === "pd" ? "tok/s" : "img/s"}`);
+  say(rate, number(worker.rate_per_s));
   say(share.firstChild, percent(part));
   share.lastChild.hidden = part == null;
   bar(share.lastChild, [[device === "cpu" ? "cpu" : "gpu", part ?? 0]]);
 }
+
+// Not broken between its words.
+const whole = (text) => text.replaceAll(" ", "\u00a0");
 
 function notes(worker) {
   const found = [];

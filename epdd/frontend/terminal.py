@@ -61,7 +61,7 @@ def greet(model: str, host: str, port: int, socket: Path) -> None:
     image = f'{{"type":"image_url","image_url":{{"url":"data:image/png;base64,\'$(base64 -w0 {sample})\'"}}}}'
     text = f'{{"type":"text","text":"{QUESTION}"}}'
     print(f"""
-epdd serves {model} at http://{address}:{port}/v1.  Try:
+epdd serves {model}.  Open http://{address}:{port}/ in a browser, or try:
 
   {command} --socket {socket} chat -i {sample} "{QUESTION}"
 

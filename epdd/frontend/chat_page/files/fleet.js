@@ -100,7 +100,7 @@ export class Fleet {
     const unit = router.unit ?? "patch";
     const bounded = typeof budget === "number";
     const scale = Math.max(cpu, gpu, bounded ? budget : 0) || 1;
-    bar(by("bar-cpu"), [["cpu", cpu / scale]], bounded ? budget / scale : null);
+    bar(by("bar-cpu"), [["cpu", cpu / scale]], budget ? budget / scale : null);
     bar(by("bar-gpu"), [["gpu", gpu / scale]]);
     say(by("in-flight-cpu"), bounded ? `${quantity(cpu)} of ${count(Math.round(budget), unit)}` : count(cpu, unit));
     say(by("in-flight-gpu"), n_gpu ? count(gpu, unit) : "no GPU encodes");

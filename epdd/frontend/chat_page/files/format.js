@@ -4,7 +4,8 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function number(value) {
   if (!known(value)) return "–";
-  return value >= 100 || value === 0 ? quantity(value) : String(Number(value.toPrecision(value < 10 ? 2 : 3)));
+  if (value < 0.005) return "0"; // rates decay, and never quite reach it
+  return value >= 100 ? quantity(value) : String(Number(value.toPrecision(value < 10 ? 2 : 3)));
 }
 
 export function quantity(value) {

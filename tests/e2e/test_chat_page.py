@@ -201,6 +201,26 @@ def test_errors_are_shown_in_the_servers_words_and_spoil_nothing(visit):
         expect(page.locator(".error")).to_have_count(0)
 
 
+def test_an_answer_that_breaks_keeps_what_had_come(visit):
+    chunk = 'data: {"choices": [{"index": 0, "delta": {"content": "a red"}, "finish_reason": null}]}\n\n'
+    error = 'data: {"error": {"message": "encoder/0 is lost", "code": "worker_lost"}}\n\ndata: [DONE]\n\n'
+    with visit(refused=1) as page:
+        question = page.get_by_label("Question", exact=True)
+        for body, message in ((chunk + error, "encoder/0 is lost"),
+                              (chunk + chunk[:20], "The connection ended before the answer did")):
+            page.route("**/v1/chat/completions",
+                       lambda route: route.fulfill(content_type="text/event-stream", body=body))
+            question.fill("What is this?")
+            question.press("Enter")
+            assert answer(page) == "a red"
+            expect(page.locator(".error").last).to_contain_text(message)
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        question.fill("And now?")
+        question.press("Enter")
+        expect(page.locator(".error").last).to_contain_text("The server cannot be reached")
+        expect(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+
+
 def test_a_question_that_failed_is_not_sent_again(visit):
     with visit(refused=1) as page:
         page.set_input_files("#files", [{"name": "broken.png", "mimeType": "image/png", "buffer": b"not a picture"}])

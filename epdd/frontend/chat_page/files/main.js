@@ -54,8 +54,7 @@ function toggle(button, open) {
 
 function view(name) {
   document.body.dataset.view = name;
-  by("view").setAttribute("aria-expanded", name === "fleet");
-  by("view").textContent = name === "fleet" ? "Chat" : "Fleet";
+  by("view").textContent = name === "fleet" ? "Chat" : "Fleet"; // where it leads
 }
 
 by("stop").addEventListener("click", () => conversation.stop());

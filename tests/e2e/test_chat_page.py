@@ -55,7 +55,7 @@ def visit(daemon, browser):
     """`with visit(**context) as page`: the page, loaded; nothing but refused requests may be logged at its end."""
 
     @contextmanager
-    def open_page(refused=0, routes=(), **options):
+    def open_page(refused=0, routes=(), at=daemon, **options):
         context = browser.new_context(**options)
         page = context.new_page()
         page.set_default_timeout(20_000)
@@ -66,10 +66,10 @@ def visit(daemon, browser):
         page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
         for pattern, answer in routes:
             page.route(pattern, answer)
-        page.goto(daemon.url("/"))
+        page.goto(at.url("/"))
         yield page
         assert faults == [] and len(refusals) == refused, (faults, refusals)
-        assert hosts - {""} == {f"127.0.0.1:{daemon.port}"}     # data: has none
+        assert hosts - {""} == {f"127.0.0.1:{at.port}"}     # data: has none
         context.close()
 
     return open_page
@@ -327,28 +327,18 @@ def test_a_fleet_with_all_that_a_status_may_have_and_one_with_hardly_anything(vi
 
 
 def test_a_key_is_asked_for_only_where_the_server_wants_one(visit):
-    seen = []
-
-    def guard(route):
-        seen.append(route.request.headers.get("authorization"))
-        if seen[-1] == "Bearer secret":
-            route.continue_()
-        else:
-            route.fulfill(status=401, json={"error": {"message": "This server needs an API key", "code": "no_key",
-                                                      "type": "authentication_error", "param": None}})
-
-    with visit(refused=1, routes=[("**/status", guard), ("**/v1/chat/completions", guard)]) as page:
+    with running(server__api_keys="sk-one") as keyed, visit(refused=2, at=keyed.ready()) as page:
         field = page.get_by_label("API key")
-        expect(field).to_be_focused()
-        expect(page.locator("#state")).to_have_text("needs an API key")
-        field.fill("secret")
-        field.press("Enter")
+        for key in ("sk-two", "sk-one"):
+            expect(field).to_be_focused()
+            expect(page.locator("#state")).to_have_text("needs an API key")
+            field.fill(key)
+            field.press("Enter")
         expect(page.locator("#state")).to_have_text("ready")
         expect(field).to_be_hidden()
         page.get_by_label("Question", exact=True).fill("Hello")
         page.keyboard.press("Enter")
         assert answer(page).startswith("Hello")
-        assert seen[0] is None and seen[-1] == "Bearer secret"
         assert page.evaluate("JSON.stringify([localStorage.length, document.cookie, sessionStorage.length])"
                              ) == '[0,"",1]'
     with visit() as page:

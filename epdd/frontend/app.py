@@ -11,6 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
+from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import chat_page, faults, ids, keys
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
@@ -20,7 +21,6 @@ from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.pages import Pages
 from epdd.frontend.prompt import PromptMaker
-from epdd.frontend.text import Vocabulary
 from epdd.frontend.text_completions import TextCompletions
 from epdd.frontend.tokens import TokenPages
 
@@ -60,7 +60,7 @@ def build(context: Context) -> web.Application:
         executor.shutdown(wait=False, cancel_futures=True)
 
     app.cleanup_ctx.append(lifetime)
-    chat = ChatCompletions(context, bodies, media, prompts, vocabulary)
+    chat = ChatCompletions(context, bodies, media, prompts, vocabulary, executor)
     text = TextCompletions(context, bodies, prompts, vocabulary)
     tokens = TokenPages(context, bodies, media, prompts, executor)
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 
 from aiohttp import web
 
 from epdd.dispatch.request import Request
-from epdd.frontend import ids, openai
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend import ids, openai, structured
 from epdd.frontend.answers import Answers
 from epdd.frontend.body import Bodies
 from epdd.frontend.completions import Completions, Part, Turn
@@ -15,18 +17,18 @@ from epdd.frontend.context import Context
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import PromptMaker
-from epdd.frontend.text import Vocabulary
 
 
 class ChatCompletions(Completions):
     """The endpoint's handler."""
 
     def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,
-                 vocabulary: Vocabulary) -> None:
+                 vocabulary: Vocabulary, executor: Executor) -> None:
         super().__init__(context, bodies)
         self._media = media
         self._prompts = prompts
         self._vocabulary = vocabulary
+        self._executor = executor
 
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         """Body and messages are let go here; the images' bytes stay reserved until `stack` closes at the latest."""
@@ -36,6 +38,7 @@ class ChatCompletions(Completions):
             body = await self._bodies.read(http, reading)
             chat, conversation = openai.parse(body, context.family, context.model_names, context.config.server.strict)
             del body
+            await structured.check(chat.structure, self._executor)
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
             context_max = context.context_max()

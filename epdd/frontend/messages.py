@@ -1,4 +1,4 @@
-"""The `messages` and `tools` of a request to a conversation, every fault named by its place."""
+"""The `messages` of a request to a conversation, every fault named by its place."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Conversation:
                 for part in message.content if isinstance(part, ImageRef)]
 
 
-def conversation(said: ChatBody | TokenizeBody) -> Conversation:
-    """Raises BadRequest naming the message or tool."""
+def conversation(said: ChatBody | TokenizeBody, tools: list[_Json]) -> Conversation:
+    """With the tools that the template shows.  Raises BadRequest naming the message."""
     options = msgspec.structs.asdict(said.chat_template_kwargs) if said.chat_template_kwargs else {}
     return Conversation(
         [_message(message, f"messages[{index}]") for index, message in enumerate(said.messages or [])],
-        parse_tools(said.tools, said.tool_choice),
+        tools,
         {name: value for name, value in options.items() if value is not None})
 
 
@@ -108,18 +108,3 @@ def _tool_call(call: Any, where: str) -> _Json:
         arguments = parsed if isinstance(parsed, dict) else arguments
     function = {"name": function["name"], "arguments": arguments if arguments is not None else {}}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
-
-
-def parse_tools(tools: Any, choice: Any) -> list[_Json]:
-    """The tools a template may show.  Answers stay text, so a choice that demands a call is refused."""
-    if choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice must be none or auto; a call cannot be forced here", param="tool_choice")
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise BadRequest("tools must be a list", param="tools")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"tools[{index}] must have a function with a name", param=f"tools[{index}]")
-    return tools

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from epdd.errors import BadRequest, NotFound
 from epdd.families import Family
-from epdd.frontend import reading
+from epdd.frontend import reading, structured
 from epdd.frontend.messages import Conversation, conversation
 from epdd.frontend.schema import PROMPTS_MAX, ChatBody, CompletionBody, Generation, PixelLimits, StreamOptions
+from epdd.frontend.structured import Structure
 from epdd.wire import Sampling
 
 TOKENS_MAX = 1 << 31        # a larger max_tokens means the same: the rest of the context
@@ -34,6 +37,7 @@ class Options:
     include_usage: bool = False
     continuous_usage: bool = False
     skip_special_tokens: bool = True
+    structure: Structure = Structure()
     unknown: tuple[str, ...] = ()   # names of fields nobody knows
 
     @property
@@ -58,15 +62,15 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
     """
     asked, unknown = reading.parse(body, ChatBody, strict)
     model = check_model(asked.model, models)
-    _check_response_format(asked.response_format)
-    said = conversation(asked)
+    structure = structured.parse(msgspec.structs.asdict(asked))
+    said = conversation(asked, structure.tools)
     low, high = pixels(asked.mm_processor_kwargs, family)
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     sampling = _sampling(asked, family, asked.max_completion_tokens or asked.max_tokens or 0,
-                         (asked.top_logprobs or 0) if asked.logprobs else -1)
-    return Chat(**_common(asked), model=model, sampling=sampling, min_pixels=low, max_pixels=high,
-                unknown=unknown), said
+                         (asked.top_logprobs or 0) if asked.logprobs else -1, structure.grammar)
+    return Chat(**_common(asked), model=model, sampling=sampling, structure=structure, min_pixels=low,
+                max_pixels=high, unknown=unknown), said
 
 
 def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False
@@ -143,7 +147,8 @@ def _common(asked: Generation) -> dict[str, Any]:
     }
 
 
-def _sampling(asked: Generation, family: Family, max_tokens: int, logprobs: int) -> Sampling:
+def _sampling(asked: Generation, family: Family, max_tokens: int, logprobs: int,
+              grammar: str = "") -> Sampling:
     """`max_tokens` 0: the rest of the context.  `logprobs` -1: none, else how many of the best to name."""
     defaults = family.defaults
     min_tokens = asked.min_tokens or 0
@@ -162,6 +167,7 @@ def _sampling(asked: Generation, family: Family, max_tokens: int, logprobs: int)
         logit_bias=_logit_bias(asked.logit_bias or {}, family.vocab),
         logprobs=logprobs,
         ignore_eos=bool(asked.ignore_eos),
+        grammar=grammar,
         stop_token_ids=_stop_ids(asked.stop_token_ids or [], family.vocab),
     )
 
@@ -182,8 +188,3 @@ def _logit_bias(asked: dict[str, float], vocab: int) -> dict[int, float]:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab):
             raise BadRequest(f"logit_bias names a token id outside 0 to {vocab - 1}", param="logit_bias")
     return {int(key): value for key, value in asked.items()}
-
-
-def _check_response_format(form: dict[str, Any] | None) -> None:
-    if form and form.get("type") != "text":
-        raise BadRequest("response_format is not supported here beyond {\"type\": \"text\"}", param="response_format")

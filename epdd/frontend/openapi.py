@@ -1,198 +1,26 @@
 """`/openapi.json`: every endpoint with what it takes, answers and refuses.
 
-Bodies are the structs that validate them (`schema.py`).  The answers' structs here only show what `answers.py` and
-`pages.py` write; tests hold them to it.
+Bodies are the structs that validate them (`schema.py`), answers those of `answer_schema.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from epdd import __version__
+from epdd.frontend.answer_schema import (
+    ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong, Ready, Status, TextChunk, TextCompletion,
+    Version,
+)
 from epdd.frontend.keys import OPEN
 from epdd.frontend.schema import ChatBody, CompletionBody, Detokenized, DetokenizeBody, TokenizeBody, Tokenized
 
 _Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
-
-
-class _Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """Says everything there is: an answer with another field is not as documented."""
-
-
-class ErrorDetail(_Answer):
-    message: str
-    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
-    param: str | None
-    code: str | None
-
-
-class Error(_Answer):
-    error: ErrorDetail
-
-
-class PromptDetails(_Answer):
-    cached_tokens: int
-    image_tokens: int
-
-
-class Usage(_Answer):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class TopLogprob(_Answer):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Answer):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class AnswerMessage(_Answer):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-
-
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class ChatChoice(_Answer):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(_Answer):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(_Answer):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChunkChoice(_Answer):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatChunk(_Answer):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class TextLogprobs(_Answer):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class TextChoice(_Answer):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-
-
-class TextCompletion(_Answer):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: Usage
-
-
-class TextChunkChoice(_Answer):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class TextChunk(_Answer):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class Model(_Answer):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int
-    input_modalities: list[Literal["text", "image"]]
-    emulated: _Json | UnsetType = UNSET     # what is said of an emulated fleet
-
-
-class ModelList(_Answer):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Health(_Answer):
-    status: Literal["ok", "starting", "degraded", "draining", "failed"]
-    workers: dict[str, dict[str, int]]
-
-
-class Ready(_Answer):
-    ready: bool
-    workers: dict[str, dict[str, int]]
-
-
-class Pong(_Answer):
-    status: Literal["ok"]
-
-
-class Status(msgspec.Struct):
-    """Its parts have the fields that `chat_page/figures.py` names."""
-
-    state: str
-    uptime_s: float
-    workers: list[_Json]
-    router: _Json
-    arena: _Json
-    cache: _Json
-
-
-class Version(_Answer):
-    version: str
-
 
 _RED_PIXEL = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mP4"
               "z8AAAAMBAQD3A0FDAAAAAElFTkSuQmCC")

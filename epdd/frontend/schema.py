@@ -159,7 +159,7 @@ class ChatBody(Generation, kw_only=True):
     messages: Messages
     tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Ignored = None
+    parallel_tool_calls: bool | None = None
     response_format: _Json | None = None
     chat_template_kwargs: TemplateOptions | None = None
     mm_processor_kwargs: PixelLimits | None = None

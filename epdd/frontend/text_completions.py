@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from epdd.dispatch.request import Request
+from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import ids, openai
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.body import Bodies
@@ -16,7 +17,6 @@ from epdd.frontend.completions import Completions, Part, Turn
 from epdd.frontend.context import Context
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import Prompt, PromptMaker
-from epdd.frontend.text import Vocabulary
 
 _Json = dict[str, Any]
 
@@ -26,7 +26,7 @@ class TextWhole(Whole):
 
     kind = "text_completion"
 
-    def _said(self, text: str, logprobs: list[_Json]) -> _Json:
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
         return {"text": text, "logprobs": _marks(logprobs, 0) if self._wants_logprobs else None}
 
 

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from epdd.errors import BadRequest
-from epdd.frontend import openai, reading
+from epdd.frontend import openai, reading, structured
 from epdd.frontend.body import Bodies
 from epdd.frontend.completions import deadline_of, until
 from epdd.frontend.context import Context
@@ -66,7 +66,7 @@ class TokenPages:
         context_max = self._context.context_max()
         if asked.prompt is not None:
             return await self._prompts.plain(asked.prompt, context_max)
-        said = conversation(asked)
+        said = conversation(asked, structured.parse(msgspec.structs.asdict(asked)).tools)
         low, high = openai.pixels(asked.mm_processor_kwargs, self._context.family)
         held = await stack.enter_async_context(self._media.images(said.images, low, high))
         return await self._prompts.make(said, held.images, context_max)

@@ -125,3 +125,17 @@ async def test_examples_work(house: House) -> None:
         content = document(("tiny-vl",), False)["paths"][operation.path]["post"]["requestBody"]["content"]
         answer = await house.http.post(house.url + operation.path, json=content["application/json"]["example"])
         assert answer.status == 200, await answer.text()
+
+
+@hosted()
+async def test_calls_are_as_described(house: House) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": 5}}\n</tool_call>'
+    house.script.play = house.script.say(f"well {call}\n{call}")
+    operation, body = POST["/v1/chat/completions"], {"messages": asking("what?"), "tools": [tool]}
+    found = await checked(await house.chat(**body), operation)
+    choice, = found["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "tool_calls"
+    assert operation.chunk
+    for frame in (await house.frames(**body))[:-1]:
+        msgspec.convert(frame, operation.chunk)

@@ -2,7 +2,7 @@
 
 `etc/epdd.toml` lists every setting at its default with the reason; a test holds it equal to `Config()`.
 A setting `key` of section `name` is `EPDD_NAME_KEY` in the environment and `--set name.key=value` on the
-command line.
+command line.  The file is long because the settings are many; what reads them is short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Boot and stop, top to bottom: one process, one event loop, no torch."""
+"""Boot and stop, top to bottom: one process, one event loop, no torch.
+
+Long because it is one story, whose parts are used once.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
@@ -18,6 +19,7 @@ from epdd.errors import BadRequest
 
 ELEMENTS_MAX = 1_000_000    # of the JSON: each takes up to 60 times its bytes in memory
 _NAME_CHARS_MAX = 100       # of what a message quotes
+_VALUE_OF = "a value of "
 
 T = TypeVar("T", bound=msgspec.Struct)
 _WHERE = re.compile(r"`\$(?P<path>[^`]*)`$")
@@ -50,40 +52,47 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool) -> tuple[T, tupl
         _refuse(str(error), kind, data)
 
 
+@dataclass
+class _Place:
+    """Somewhere in a body: how it is called, what is there, and its definition."""
+
+    where: str
+    value: Any
+    node: inspect.Type | None
+
+
 def _refuse(message: str, kind: type[msgspec.Struct], data: Any) -> NoReturn:
     """Raises BadRequest in our own words: msgspec's may quote the request at any length."""
+    place = _place(message, kind, data)
+    field = _FIELD.search(message)
+    if field and field["name"] != "type":       # a missing type leaves open which fields there are
+        name = field["name"][:_NAME_CHARS_MAX]
+        known = (field.encode_name for struct in _structs(place.node) for field in struct.fields)
+        place = _Place(f"{place.where}.{name}".lstrip("."), None, _below(place.node, name))
+        if message.startswith("Object contains unknown"):
+            raise BadRequest(f"{place.where} is not known; allowed: {', '.join(known)}", param=place.where)
+    param = place.where.removeprefix(_VALUE_OF) or None
+    words = _words(place.node)
+    if not words:
+        raise BadRequest(f"{place.where} is not supported", param=param)
+    if re.match(r"Expected `(int|float)` [<>]", message) and place.value is not None:
+        raise BadRequest(f"{place.where} is {str(place.value)[:30]}; it must be {_range(place.node)}", param=param)
+    raise BadRequest(f"{place.where or 'The body'} must be {words}", param=param)
+
+
+def _place(message: str, kind: type[msgspec.Struct], data: Any) -> _Place:
+    """The end of msgspec's path; of an object with any names it does not say which."""
     found = _WHERE.search(message)
     steps = list(_STEP.finditer(found["path"])) if found else []
     if steps and steps[-1]["name"] == "type" and message.startswith("Invalid value"):
         steps.pop()         # of a part, whose type says which fields it has
-    node: inspect.Type | None = _definition(kind)
-    value, where = data, ""
+    place = _Place("", data, _definition(kind))
     for step in steps:
         if step["index"] == "...":
-            node, value, where = _below(node, "..."), None, f"a value of {where}"
-            break
-        where += step[0] if where else step["name"]
-        node = _below(node, step["name"] or 0)
-        try:
-            value = value[step["name"] or int(step["index"])]
-        except (LookupError, TypeError):
-            value = None
-    missing = _FIELD.search(message)
-    if missing and missing["name"] != "type":
-        name = missing["name"][:_NAME_CHARS_MAX]
-        known, where = _below(node, name), f"{where}.{name}" if where else name
-        if message.startswith("Object contains unknown"):
-            names = (field.encode_name for struct in _structs(node) for field in struct.fields)
-            raise BadRequest(f"{where} is not known; allowed: {', '.join(names)}", param=where)
-        node, value = known, None
-    param = where.removeprefix("a value of ") or None
-    words = _words(node)
-    if not words:
-        raise BadRequest(f"{where} is not supported", param=param)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and re.match(r"Expected `(int|float)` [<>]", message):
-        raise BadRequest(f"{where} is {str(value)[:30]}; it must be {_range(node)}", param=param)
-    raise BadRequest(f"{where or 'The body'} must be {words}", param=param)
+            return _Place(_VALUE_OF + place.where, None, _below(place.node, "..."))
+        key = step["name"] or int(step["index"])
+        place = _Place((place.where + step[0]).lstrip("."), place.value[key], _below(place.node, step["name"] or 0))
+    return place
 
 
 @cache

@@ -114,9 +114,9 @@ export class Conversation {
       this.said(facts.reason === "stopped" ? `Stopped. ${exchange.text}` : `Answer: ${exchange.text}`);
     }
     if (exchange !== this.exchanges.at(-1)) return; // cleared meanwhile
+    const button = (name, onclick) => make("button", { type: "button", class: "quiet", onclick }, name);
     exchange.actions = make("p", { class: "actions" },
-      make("button", { type: "button", class: "quiet", onclick: () => this.again() }, error ? "Try again" : "Regenerate"),
-      make("button", { type: "button", class: "quiet", onclick: () => this.takeBack() }, "Edit"));
+      button(error ? "Try again" : "Regenerate", () => this.again()), button("Edit", () => this.takeBack()));
     exchange.answer.append(exchange.actions);
   }
 

@@ -68,7 +68,8 @@ export class Fleet {
     this.table(by("encoders"), "Encoders", status.workers.filter((worker) => worker.role === "encoder"),
       ["Images/s", "Share", "of the patches encoded in the last minute"], (worker) => worker.share);
     this.table(by("decoders"), "Prefill and decode", status.workers.filter((worker) => worker.role === "pd"),
-      ["Tokens/s", "KV", "memory for keys and values in use"], (worker) => worker.kv_tokens ? worker.kv_used / worker.kv_tokens : null);
+      ["Tokens/s", "KV", "memory for keys and values in use"],
+      (worker) => (worker.kv_tokens ? worker.kv_used / worker.kv_tokens : null));
     this.budget(status.router ?? {});
     this.memory(status.arena ?? {}, status.cache ?? {});
     this.history(status);
@@ -104,17 +105,19 @@ export class Fleet {
     bar(by("bar-gpu"), [["gpu", gpu / scale]]);
     say(by("in-flight-cpu"), bounded ? `${quantity(cpu)} of ${count(Math.round(budget), unit)}` : count(cpu, unit));
     say(by("in-flight-gpu"), n_gpu ? count(gpu, unit) : "no GPU encodes");
-    say(by("ratio"), n_cpu && n_gpu && router.ratio != null ? `R ${number(router.ratio)} ${router.ratio_source ?? ""}` : "");
+    const compared = n_cpu && n_gpu && router.ratio != null;
+    say(by("ratio"), compared ? `R ${number(router.ratio)} ${router.ratio_source ?? ""}` : "");
     by("ratio").title = "how many CPU encoders do the work of one GPU encoder";
     const waiting = router.queue_jobs ?? 0;
     say(by("queue"), waiting
-      ? `${count(waiting, "image")} queued, ${count(router.queue_cost, unit)}; the oldest for ${seconds(router.oldest_s)}`
+      ? `${count(waiting, "image")} queued, ${count(router.queue_cost, unit)}; `
+        + `the oldest for ${seconds(router.oldest_s)}`
       : "No image is queued.");
   }
 
   memory(arena, cache) {
     const total = arena.bytes || 1;
-    bar(by("bar-arena"), [["pinned", (arena.pinned_bytes ?? 0) / total], ["cached", (arena.cached_bytes ?? 0) / total]]);
+    bar(by("bar-arena"), ["pinned", "cached"].map((kind) => [kind, (arena[`${kind}_bytes`] ?? 0) / total]));
     say(by("arena"), `${size(arena.pinned_bytes)} in use, ${size(arena.cached_bytes)} cached, of ${size(arena.bytes)}`
       + (arena.waiting ? `; ${count(arena.waiting, "request")} waiting for room` : ""));
     const looked = (cache.hits ?? 0) + (cache.misses ?? 0);

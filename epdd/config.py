@@ -106,7 +106,8 @@ class Media:
 class Fleet:
     backoff_s: float = 0.5                  # before the first restart; doubles
     backoff_max_s: float = 30.0
-    failures_max: int = 5                   # deaths before Ready, one after another, until a worker is given up
+    failures_max: int = 5                   # deaths one after another, until a worker is given up
+    well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
     start_timeout_s: float = 600.0          # spawn to Ready
     stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
 

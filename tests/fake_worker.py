@@ -1,8 +1,9 @@
 """A worker that speaks wire without torch: an encoder writes a hash of the image, a PD worker reads it back.
 
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
-JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), deadly (image bytes that kill it),
-hang (image bytes on which it stops for ever), garble (image bytes on which it breaks the wire format).
+JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
+ready), deadly (image bytes that kill it), deadly_prompt (number of tokens whose reading kills it), hang (image
+bytes on which it stops for ever), garble (image bytes on which it breaks the wire format).
 """
 
 import hashlib
@@ -41,8 +42,9 @@ class FakeWorker:
             sys.exit(code)
         samples = ((100, 0.1), (200, 0.2)) if self.spec.role == "encoder" else ()
         self.say(Ready(affinity.bind(self.spec), "float32", kv_tokens=4096, context_max=2048, samples=samples))
-        while True:
-            readable, _, _ = select.select([self.sock], [], [], 0 if self.todo else 0.2)
+        life_s, ready_at = self.manners.get("life_s", 1e9), time.monotonic()
+        while time.monotonic() < ready_at + life_s:
+            readable, _, _ = select.select([self.sock], [], [], 0 if self.todo else min(0.2, life_s))
             if readable:
                 data = self.sock.recv(1 << 20)
                 if not data:
@@ -53,6 +55,7 @@ class FakeWorker:
                 self.work()
             else:
                 self.say(Beat(self.steps))
+        sys.exit(3)
 
     def take(self, message, raw):
         if not isinstance(message, Cancel):
@@ -90,6 +93,8 @@ class FakeWorker:
     def generate(self, message, raw, step):
         """First the fingerprints of the images in order, then the number of prompt tokens."""
         if step == 0:
+            if len(raw) // 4 == self.manners.get("deadly_prompt"):
+                os.kill(os.getpid(), signal.SIGKILL)
             self.seen = [int.from_bytes(self.arena.view(span.lease)[:4], "little") for span in message.spans]
             self.say(Prefilled(message.id))
             self.say(Tokens(message.id, (*self.seen, len(raw) // 4)))

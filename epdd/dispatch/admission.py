@@ -10,7 +10,6 @@ from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, ContextLength, NoWorker, Overloaded
 from epdd.families import Family
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import State
 
 
 class Admission:
@@ -32,9 +31,10 @@ class Admission:
             raise NoWorker("the server is stopping")
         # A worker that was well and is coming back is worth waiting for; one that never was is not.
         # Encoders are not asked for: text needs none, and images wait for them in the queue.
-        if not any(worker.takes_work or (worker.was_ready and worker.state is not State.FAILED)
-                   for worker in self._supervisor.role("pd")):
-            raise NoWorker("no prefill-decode worker is ready yet")
+        workers = self._supervisor.role("pd")
+        if not any(worker.comes_back and worker.was_ready for worker in workers):
+            served = any(worker.was_ready for worker in workers)
+            raise NoWorker(f"no prefill-decode worker is {'in service' if served else 'ready yet'}")
         if self.inside >= self._requests_max:
             raise Overloaded(f"{self.inside} requests are being served, the limit")
         self.inside += 1

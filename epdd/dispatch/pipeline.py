@@ -18,7 +18,7 @@ from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import State, Worker
+from epdd.fleet.worker import Worker
 from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Span, Tokens
 
 log = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ class Pipeline:
             ready = [worker for worker in workers if worker.takes_work]
             if ready:
                 return min(ready, key=lambda worker: worker.in_flight_cost)
-            if self._supervisor.stopping or all(worker.state is State.FAILED for worker in workers):
-                raise NoWorker("no prefill-decode worker can be started")
+            if self._supervisor.stopping or not any(worker.comes_back for worker in workers):
+                raise NoWorker("no prefill-decode worker is in service")
             self._changed.clear()
             await self._changed.wait()
 

@@ -36,14 +36,14 @@ class SilenceWatch:
                     self._watch_start(worker, now - worker.began)
                 elif worker.process and worker.channel and worker.silence_s(now) > self._config.stall_s:
                     silent = now - worker.channel.last_heard
-                    worker.last_error = f"silent for {silent:.0f} s"
+                    worker.fault = f"silent for {silent:.0f} s"
                     log.error("%s silent seconds=%.0f, killing it", worker.name, silent)
                     worker.process.kill()
 
     def _watch_start(self, worker: Worker, seconds: float) -> None:
         if seconds <= self._config.start_timeout_s:
             return
-        worker.last_error = f"not ready after {seconds:.0f} s"
+        worker.fault = f"not ready after {seconds:.0f} s"
         log.error("%s not ready seconds=%.0f, killing it", worker.name, seconds)
         if worker.process is not None:
             worker.process.kill()

@@ -62,6 +62,8 @@ class Supervisor:
             worker.drained = True
         if worker.state is State.READY:
             self._set(worker, State.DRAINING)
+        else:
+            self._tell(worker)      # who waits for it to come back waits for nothing
 
     def resume(self, name: str) -> None:
         """Undo `drain`; a FAILED worker is tried again from nothing."""
@@ -140,27 +142,24 @@ class Supervisor:
 
     async def _keep(self, worker: Worker) -> None:
         """Bring `worker` up again and again until the daemon stops or the worker is given up."""
-        failures = 0
+        failures = 0        # deaths in a row, none of them after a time of being well
         while not self.stopping and worker.wanted:
             exit_code = await self._live_once(worker)
             if self.stopping:
                 break
-            if worker.ready is not None or worker.restarting:
-                failures = 0
-                level = logging.INFO if worker.restarting else logging.ERROR
-                log.log(level, "%s lost pid=%s %s", worker.name, worker.process and worker.process.pid,
-                        worker.last_error)
-            else:
-                failures += 1
-                log.error("%s died before ready: %s", worker.name, worker.last_error)
+            failures = 0 if worker.restarting or worker.ready_s >= self._config.well_s else failures + 1
+            log.log(logging.INFO if worker.restarting else logging.ERROR, "%s lost pid=%s %s%s", worker.name,
+                    worker.process and worker.process.pid, "" if worker.ready else "before ready: ", worker.last_error)
             worker.process = worker.channel = worker.ready = None
             # A worker that had been well once may only lack memory for the moment: that can pass.
             hopeless = exit_code == StartupError.exit_code and not worker.was_ready
             if not worker.restarting and (hopeless or failures >= self._config.failures_max):
+                if not hopeless:
+                    worker.last_error = f"died {failures} times in a row, the last time: {worker.last_error}"
+                log.error("%s given up: %s", worker.name, worker.last_error)
                 self._set(worker, State.FAILED)
-                log.error("%s given up after %s failures: %s", worker.name, failures, worker.last_error)
                 return
-            # A worker that had been well comes back at once; one that dies at start waits ever longer.
+            # A worker that had been well comes back at once; one that dies again and again waits ever longer.
             if failures:
                 await asyncio.sleep(min(self._config.backoff_s * 2 ** (failures - 1), self._config.backoff_max_s))
             worker.restarts += 1
@@ -180,6 +179,7 @@ class Supervisor:
         worker.beat = Beat(0)
         worker.restarting = False
         worker.began = time.monotonic()
+        worker.fault = ""
         self._set(worker, State.STARTING)
         seat = worker.spec.seat
         try:
@@ -213,7 +213,7 @@ class Supervisor:
             if not exiting.done():
                 # The worker hung up or broke the protocol: nothing more can be trusted to come.
                 if isinstance(error := reading.exception(), ProtocolError):
-                    worker.last_error = error.message
+                    worker.fault = error.message
                 elif error is not None:
                     log.error("%s reading failed", worker.name, exc_info=error)
                 await asyncio.wait({exiting}, timeout=1.0)
@@ -224,9 +224,11 @@ class Supervisor:
         finally:
             reading.cancel()
             channel.close()
+        if code != 0 or not worker.fault:
+            worker.last_error = f"{describe_exit(code)}{': ' if worker.fault else ''}{worker.fault}"
+        else:
+            worker.last_error = worker.fault
         self._set(worker, State.GONE)
-        if code != 0 or not worker.last_error:
-            worker.last_error = f"{describe_exit(code)}{': ' if worker.last_error else ''}{worker.last_error}"
         worker.failed += len(channel.works)
         channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})"))
         return code
@@ -242,9 +244,9 @@ class Supervisor:
             worker.loading = message
             self._tell(worker)
         elif isinstance(message, Failed):
-            worker.last_error = message.message
+            worker.fault = message.message
         elif not self.stopping:
-            worker.ready, worker.was_ready, worker.last_error = message, True, ""
+            worker.ready, worker.was_ready, worker.ready_at = message, True, time.monotonic()
             if message.binding.warning:
                 log.warning("%s %s", worker.name, message.binding.warning)
             log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,

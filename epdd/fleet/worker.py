@@ -20,7 +20,7 @@ class State(enum.Enum):
     READY = "READY"
     DRAINING = "DRAINING"       # finishes what it has, takes nothing new
     GONE = "GONE"               # between death and restart
-    FAILED = "FAILED"           # given up: died too often before Ready, or cannot start
+    FAILED = "FAILED"           # given up: died again and again, or cannot start
 
 
 class Rate:
@@ -51,6 +51,7 @@ class Worker:
         self.channel: Channel | None = None
         self.ready: Ready | None = None         # of the living process
         self.was_ready = False                  # ever
+        self.ready_at = 0.0                     # when the living process was ready
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
         self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
@@ -61,7 +62,8 @@ class Worker:
         self.done = 0                           # works ended well
         self.failed = 0
         self.rate = Rate()                      # images or tokens a second
-        self.last_error = ""
+        self.fault = ""                         # what is known to be wrong with the living process
+        self.last_error = ""                    # how the last one ended; kept when the next is well
 
     @property
     def kind(self) -> str:
@@ -71,6 +73,16 @@ class Worker:
     @property
     def takes_work(self) -> bool:
         return self.state is State.READY
+
+    @property
+    def comes_back(self) -> bool:
+        """It takes work, or will without an operator's word."""
+        return self.takes_work or (self.wanted and not self.drained and self.state is not State.FAILED)
+
+    @property
+    def ready_s(self) -> float:
+        """How long the process, living or just dead, has been ready."""
+        return 0.0 if self.ready is None else time.monotonic() - self.ready_at
 
     @property
     def in_flight(self) -> int:

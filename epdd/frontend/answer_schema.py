@@ -184,6 +184,7 @@ class ModelList(_Answer):
 
 class Health(_Answer):
     status: Literal["ok", "starting", "degraded", "draining", "failed"]
+    why: list[str]
     workers: dict[str, dict[str, int]]
 
 

@@ -30,13 +30,13 @@ class Pages:
         return _json(self._card(openai.check_model(request.match_info["name"], self._context.model_names)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the daemon can serve or will; 503 when a role has no worker that ever could."""
+        """200 while the daemon can serve text at least, or will; 503 when it cannot without an operator."""
         status = self._context.status()
-        roles = _by_role(status)
-        dead = status["state"] == "failed" or any(set(states) == {"failed"} for states in roles.values())
-        word = "failed" if dead else {"ready": "ok"}.get(status["state"], status["state"])
-        # No reasons here: they may name files, and this page is everybody's.  `epdctl status` has them.
-        return _json({"status": word, "workers": roles}, 503 if dead else 200)
+        word = {"ready": "ok"}.get(status["state"], status["state"])
+        # Who, but not why: errors may name files, and this page is everybody's.  `epdctl status` has them.
+        why = [f"{worker['name']} {str(worker['state']).lower()}" for worker in status["workers"]
+               if str(worker["state"]).lower() != "ready"]
+        return _json({"status": word, "why": why, "workers": _by_role(status)}, 503 if word == "failed" else 200)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 when a request with an image could be served now."""

@@ -45,14 +45,15 @@ class Status:
     def state(self) -> tuple[str, list[str]]:
         """"starting", "ready", "degraded", "draining" or "failed", and why it is not "ready"."""
         workers = self._supervisor.workers
-        why = [f"{worker.name} {worker.state.value}{': ' if worker.last_error else ''}{worker.last_error}"
-               for worker in workers if worker.state is not State.READY]
+        why = [_why(worker) for worker in workers if worker.state is not State.READY]
         if self._seating.error:
             why.append(f"workers stay where they were placed: {self._seating.error}")
         if self._admission.draining:
             return "draining", why
         roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
-        if any(all(worker.state is State.FAILED for worker in role) for role in roles):
+        # Without encoders text is served still.  What could serve once is not ended: an operator may resume it.
+        lost = [role for role in roles if all(worker.state is State.FAILED for worker in role)]
+        if any(role is roles[1] or not any(worker.was_ready for worker in role) for role in lost):
             return "failed", why
         if all(any(worker.takes_work for worker in role) for role in roles):
             return ("ready", why) if not why else ("degraded", why)
@@ -147,3 +148,9 @@ class Status:
         return {"entries": self._leases.idle_entries, "bytes": self._leases.cached_bytes,
                 "limit_bytes": self._leases.cache_limit, "hits": counts.hits, "misses": counts.misses,
                 "joined": counts.joined, "evictions": counts.evictions}
+
+
+def _why(worker: Worker) -> str:
+    """Why it is not READY; a worker in rotation or out of it by an operator's word has no error of now."""
+    error = worker.fault or ("" if worker.state is State.DRAINING else worker.last_error)
+    return f"{worker.name} {worker.state.value}{': ' if error else ''}{error}"

@@ -275,6 +275,28 @@ async def test_drained_workers_get_nothing_new_and_come_back():
         assert fleet.supervisor.find("encoder/0").done > 0
 
 
+async def test_with_the_only_pd_worker_out_of_rotation_requests_are_told_at_once():
+    async with running(encoders=1, encode_s=0.2) as fleet:
+        waits = asyncio.create_task(fleet.ask(request("r", b"a")))
+        while not fleet.supervisor.find("encoder/0").in_flight:
+            await asyncio.sleep(0)
+        fleet.supervisor.drain("pd/0")
+        with pytest.raises(NoWorker):
+            with fleet.admission.enter():
+                pass
+        with pytest.raises(NoWorker):
+            async with asyncio.timeout(5):
+                await waits
+        fleet.supervisor.find("pd/0").process.kill()        # it comes back, but not into rotation
+        with pytest.raises(NoWorker):
+            async with asyncio.timeout(5):
+                await fleet.ask(request("r", b"a"))
+        fleet.supervisor.resume("pd/0")
+        with fleet.admission.enter():
+            assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
+        await fleet.at_rest()
+
+
 async def test_a_worker_that_cannot_start_is_given_up_and_requests_are_told():
     async with running(encoders=1, bad_start=78) as fleet:
         async with asyncio.timeout(20):

@@ -46,7 +46,38 @@ async def test_a_worker_that_dies_at_start_is_tried_a_few_times_and_given_up():
         async with asyncio.timeout(20):
             while worker.state is not State.FAILED:
                 await asyncio.sleep(0.01)
-        assert worker.restarts == 2 and worker.last_error == "exit code 1: no weights here"
+        assert worker.restarts == 2
+        assert worker.last_error == "died 3 times in a row, the last time: exit code 1: no weights here"
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_dies_soon_after_ready_again_and_again_is_given_up_and_resumed():
+    config = Config().with_values("fleet", {"failures_max": 3, "backoff_s": 0.05}, "test")
+    async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        began = time.monotonic()
+        await until(lambda: worker.state is State.FAILED)
+        assert time.monotonic() - began > 0.05 + 0.1        # it waited, and twice as long the second time
+        assert worker.restarts == 2 and worker.was_ready
+        assert worker.last_error == "died 3 times in a row, the last time: exit code 3"
+        fleet.supervisor.resume("encoder/0")
+        await until(lambda: worker.state is State.READY)
+        assert "3 times" in worker.last_error               # an operator may still ask what it was
+        await until(lambda: worker.state is State.FAILED)   # as patiently as the first time
+        assert worker.restarts == 4
+
+
+async def test_deaths_of_a_worker_that_was_well_in_between_are_not_added_up():
+    config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 100.0, "well_s": 0.05}, "test")
+    async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        await until(lambda: worker.restarts == 4)           # at once each time
+        assert worker.state is not State.FAILED
 
 
 async def test_stop_leaves_no_process_and_no_descriptor():

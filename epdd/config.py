@@ -108,6 +108,7 @@ class Fleet:
     backoff_max_s: float = 30.0
     failures_max: int = 5                   # deaths one after another, until a worker is given up
     well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
+    poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
     stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
 

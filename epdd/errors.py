@@ -105,6 +105,12 @@ class ContextLength(RequestError):
     code = "context_length_exceeded"
 
 
+class Rejected(RequestError):
+    """It was lost with two workers, one after the other; refused for a while, and never tried a third time."""
+
+    code = "prompt_rejected"
+
+
 # --- no room now: the client may come back
 
 
@@ -147,12 +153,17 @@ class WorkerError(EpddError):
 
 
 class WorkerLost(WorkerError):
-    """The process ended while it held the work."""
+    """The process ended while it held the work, or was about to when it should have got it."""
 
     status = 503
     code = "worker_lost"
     retryable = True
     retry_after_s = 1
+
+    def __init__(self, message: str, *, maybe_over_work: bool = False) -> None:
+        """`maybe_over_work`: it had the work, and nobody asked it to end: the work may be what ended it."""
+        super().__init__(message)
+        self.maybe_over_work = maybe_over_work
 
 
 class WorkerTimeout(WorkerError):

@@ -12,6 +12,7 @@ from epdd.config import Config
 from epdd.config import Router as RouterConfig
 from epdd.dispatch.history import History
 from epdd.dispatch.leases import Embedding, Leases
+from epdd.dispatch.poison import Poison
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
 from epdd.dispatch.timing import TimeModel
@@ -38,6 +39,7 @@ class ImageJob(Job):
 
     embedding: Embedding
     work: Work | None = None
+    deaths: int = 0                 # of encoders that had it
 
 
 class Encoding:
@@ -53,6 +55,7 @@ class Encoding:
         self._leases = leases
         self._family = family
         self._history = history
+        self.poison = Poison(config.fleet.poison_s)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[Embedding, ImageJob] = {}
@@ -149,9 +152,12 @@ class Encoding:
             else:
                 del self._jobs[embedding]
         elif isinstance(event, EpddError):
+            job.deaths += isinstance(event, WorkerLost) and event.maybe_over_work
             if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.refs:
                 log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
                 self.router.submit_again(job)
+            elif job.deaths == ATTEMPTS_MAX:        # the second time it was alone
+                self._fail(job, self.poison.add_image(embedding.key))
             else:
                 self._fail(job, _given_up(event))
         self.pump()

@@ -40,6 +40,7 @@ class Pipeline:
         self._admission = admission
         self._history = history
         self._changed = asyncio.Event()
+        self._suspects = asyncio.Lock()     # one of them at a time is before its first token
 
     def fleet_changed(self) -> None:
         """A worker's state changed: those who wait for one look again."""
@@ -49,35 +50,48 @@ class Pipeline:
     async def run(self, request: Request) -> AsyncGenerator[Answer, None]:
         """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
 
-        Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well.
+        Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well, Rejected if
+        both died by themselves.
         """
-        started = False
+        started, deaths = False, 0
         with self._history.record(request) as trace:
             for attempt in range(1, ATTEMPTS_MAX + 1):
+                turn = _Turn(self._suspects if deaths else None)
                 try:
-                    async with aclosing(self._attempt(request, attempt, trace)) as answers:
+                    async with aclosing(self._attempt(request, attempt, turn, trace)) as answers:
                         async for answer in answers:
                             started = started or isinstance(answer[1], Tokens)
                             yield answer
                     return
                 except WorkerLost as error:
                     trace.lost(error)
+                    deaths += error.maybe_over_work
+                    if deaths == ATTEMPTS_MAX and not started:
+                        raise self._encoding.poison.add_prompt(request) from None
                     if started or attempt == ATTEMPTS_MAX or not error.retryable:
                         raise
                     log.warning("%s is placed again: %s", request.id, error.message)
 
-    async def _attempt(self, request: Request, attempt: int, trace: Trace) -> AsyncGenerator[Answer, None]:
+    async def _attempt(self, request: Request, attempt: int, turn: _Turn,
+                       trace: Trace) -> AsyncGenerator[Answer, None]:
         embeddings: list[Embedding] = []
         try:
+            self._encoding.poison.check(request)
             async with _Deadline(request.deadline):
                 if request.images:
                     embeddings = await self._embed(request, trace)
+                # What was in a worker when it died may have killed it.  One after the other the innocent come through,
+                # and the other one is known for what it is.
+                await turn.take()
                 worker = await self._pd_worker()
             trace.placed(worker.name)
             async with aclosing(self._generate(request, attempt, worker, embeddings, trace)) as answers:
                 async for answer in answers:
+                    if isinstance(answer[1], Tokens):
+                        turn.pass_on()
                     yield answer
         finally:
+            turn.pass_on()
             self._release(embeddings)
 
     def _release(self, embeddings: list[Embedding]) -> None:
@@ -94,6 +108,7 @@ class Pipeline:
         trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
+            self._encoding.poison.check(request)    # it may have become known during the wait for room
             patches = sum(embedding.image.patches for embedding in fresh)
             for embedding in fresh:
                 self._encoding.submit(embedding, request.id, len(request.images), patches)
@@ -215,3 +230,21 @@ class _Deadline:
             await self._timeout.__aexit__(*exc)     # type: ignore[arg-type]
         except TimeoutError:
             raise _late() from None
+
+
+class _Turn:
+    """A place in line, passed on once; without a lock there is no line."""
+
+    def __init__(self, lock: asyncio.Lock | None) -> None:
+        self._lock = lock
+        self._taken = False
+
+    async def take(self) -> None:
+        if self._lock is not None:
+            await self._lock.acquire()
+            self._taken = True
+
+    def pass_on(self) -> None:
+        if self._lock is not None and self._taken:
+            self._taken = False
+            self._lock.release()

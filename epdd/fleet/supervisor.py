@@ -230,7 +230,8 @@ class Supervisor:
             worker.last_error = worker.fault
         self._set(worker, State.GONE)
         worker.failed += len(channel.works)
-        channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})"))
+        channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})",
+                                maybe_over_work=not worker.restarting and not self.stopping))
         return code
 
     def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:

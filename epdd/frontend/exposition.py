@@ -34,12 +34,16 @@ _GAUGES = (
     ("arena_waiting", "Leases waited for", "arena", "waiting"),
     ("cache_entries", "Embeddings kept for reuse", "cache", "entries"),
     ("cache_bytes", "Their bytes", "cache", "bytes"),
+    ("poison_entries", "Images and prompts refused since they killed workers", "poison", "entries"),
 )
 _COUNTERS = (
     ("cache_hits", "Images whose embedding was there", "cache", "hits"),
     ("cache_misses", "Images that had to be encoded", "cache", "misses"),
     ("cache_joined", "Images that waited for another request's encoding", "cache", "joined"),
     ("cache_evictions", "Embeddings dropped for room", "cache", "evictions"),
+    ("poison_images", "Images found to kill encoders", "poison", "images"),
+    ("poison_prompts", "Prompts found to kill prefill-decode workers", "poison", "prompts"),
+    ("poison_refused", "Requests refused for one of them", "poison", "refused"),
 )
 _WORKER_GAUGES = (
     ("worker_in_flight", "Work handed to the worker and unanswered", "in_flight"),

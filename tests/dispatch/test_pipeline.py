@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from epdd.config import Config
-from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, WorkerLost, WorkerTimeout
+from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.fleet.worker import State
-from tests.dispatch.fleet import expected, request, running
+from tests.dispatch.fleet import ROWS, expected, request, running
 
 
 async def test_each_request_reads_its_own_images_in_order():
@@ -112,11 +112,44 @@ async def test_work_of_a_killed_encoder_is_placed_again():
 
 async def test_an_image_that_kills_two_encoders_is_given_up():
     async with running(encoders=2, deadly="poison") as fleet:
-        with pytest.raises(WorkerLost):
-            await fleet.ask(request("r", b"poison"))
+        for _ in range(3):
+            with pytest.raises(Rejected) as caught:
+                await fleet.ask(request("r", b"good", b"poison"))
+            assert (caught.value.status, caught.value.code) == (400, "image_rejected")
         await fleet.ready()
         assert sum(worker.restarts for worker in fleet.supervisor.role("encoder")) == 2
+        poison = fleet.encoding.poison
+        assert (poison.entries, poison.counts.images, poison.counts.refused) == (1, 1, 2)
         assert await fleet.ask(request("next", b"good")) == [expected(b"good")]
+        await fleet.at_rest()
+
+
+async def test_an_image_in_an_encoder_that_an_operator_restarts_twice_is_no_poison():
+    async with running(encoders=1, encode_s=0.3) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        ask = asyncio.create_task(fleet.ask(request("r", b"a")))
+        for _ in range(2):
+            while not worker.in_flight:
+                await asyncio.sleep(0.01)
+            fleet.supervisor.restart("encoder/0")
+            await asyncio.sleep(0.05)
+        with pytest.raises(WorkerLost):
+            await ask
+        assert fleet.encoding.poison.entries == 0
+        assert await fleet.ask(request("again", b"a")) == [expected(b"a")]
+
+
+async def test_a_prompt_that_kills_two_workers_is_refused_and_the_innocent_come_through():
+    config = Config().with_values("fleet", {"backoff_s": 0.01}, "test")
+    async with running(encoders=1, deadly_prompt=4 + ROWS + 2, config=config) as fleet:
+        asks = [request("poison", b"a"), *(request(f"r{i}", *[b"b"] * (i % 4 * 2)) for i in range(20))]
+        answers = await asyncio.gather(*map(fleet.ask, asks), return_exceptions=True)
+        assert isinstance(answers[0], Rejected) and answers[0].code == "prompt_rejected"
+        assert answers[1:] == [[expected(*[b"b"] * (i % 4 * 2))] for i in range(20)]
+        with pytest.raises(Rejected):
+            await fleet.ask(request("poison again", b"a"))
+        assert fleet.supervisor.find("pd/0").restarts == 2
+        assert await fleet.ask(request("next", b"a", b"b")) == [expected(b"a", b"b")]
         await fleet.at_rest()
 
 
@@ -124,7 +157,7 @@ async def test_the_innocent_do_not_fail_with_the_image_that_kills():
     async with running(encoders=1, deadly="poison") as fleet:
         answers = await asyncio.gather(*(fleet.ask(request(f"r{i}", image)) for i, image in enumerate(
             [b"poison", b"good", b"fine"])), return_exceptions=True)
-        assert isinstance(answers[0], WorkerLost)
+        assert isinstance(answers[0], Rejected)
         assert answers[1:] == [[expected(b"good")], [expected(b"fine")]]
         await fleet.ready()
         assert fleet.supervisor.find("encoder/0").restarts == 2
@@ -139,7 +172,7 @@ async def test_an_image_that_kills_is_tried_again_without_company():
             await asyncio.sleep(0)
         fleet.supervisor.resume("encoder/1")        # where both go when encoder/0 has died over the first
         answers = await asyncio.gather(*asks, return_exceptions=True)
-        assert isinstance(answers[0], WorkerLost) and answers[1] == [expected(b"good")]
+        assert isinstance(answers[0], Rejected) and answers[1] == [expected(b"good")]
         await fleet.at_rest()
 
 
@@ -315,8 +348,8 @@ async def test_a_hung_worker_is_replaced_and_its_work_placed_again(monkeypatch):
     monkeypatch.setattr("epdd.dispatch.encoding.PATIENCE_FACTOR", 0.0)
     config = Config().with_values("fleet", {"stall_s": 1.0}, "test")
     async with running(encoders=2, hang="forever", config=config) as fleet:
-        with pytest.raises(WorkerLost) as caught:
+        with pytest.raises(Rejected):
             await fleet.ask(request("r", b"forever"))
-        assert "signal 9" in caught.value.message
+        assert all("signal 9" in worker.last_error for worker in fleet.supervisor.role("encoder"))
         await fleet.ready()
         assert await fleet.ask(request("next", b"ok")) == [expected(b"ok")]

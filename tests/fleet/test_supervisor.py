@@ -13,7 +13,7 @@ import pytest
 from multiprocess import forkserver
 
 from epdd.config import Config
-from epdd.errors import NotFound, WorkerLost
+from epdd.errors import NotFound, Rejected
 from epdd.fleet import silence, supervisor
 from epdd.fleet.supervisor import describe_exit
 from epdd.fleet.worker import State
@@ -33,7 +33,7 @@ async def test_a_killed_worker_is_back_with_a_new_pid():
 
 async def test_a_worker_that_breaks_the_wire_format_is_replaced():
     async with running(encoders=1, garble="noise") as fleet:
-        with pytest.raises(WorkerLost):
+        with pytest.raises(Rejected):
             await fleet.ask(request("r", b"noise"))
         await fleet.ready()
         assert await fleet.ask(request("next", b"ok")) == [expected(b"ok")]

@@ -54,6 +54,8 @@ def notes(snapshot: Json) -> list[str]:
     """What an operator should know: bindings denied and the reasons why the daemon is not ready."""
     told = {f"{worker['name']} {worker['state']}" for worker in snapshot["workers"]}     # by the table
     found = [reason for reason in snapshot["why"] if reason not in told]
+    if entries := snapshot.get("poison", {}).get("entries"):
+        found.append(f"content over which two workers died is refused: {quantity(entries)} images or prompts")
     for worker in snapshot["workers"]:
         if worker["warning"]:
             found.append(f"{worker['name']}: {worker['warning']}")

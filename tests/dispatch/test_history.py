@@ -9,7 +9,7 @@ import pytest
 
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
 from epdd.dispatch.leases import Embedding
-from epdd.errors import MediaError, NotFound, WorkerLost, WorkerTimeout
+from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
 from epdd.wire import Cancelled, Encoded, Lease
 from tests.dispatch.fleet import expected, request, running
 
@@ -186,14 +186,14 @@ async def test_requests_that_join_an_encoding_show_its_decision():
 
 async def test_what_was_lost_with_whom():
     async with running(encoders=2, deadly="poison") as fleet:
-        with pytest.raises(WorkerLost):
+        with pytest.raises(Rejected):
             await fleet.ask(request("r", b"poison"))
         told = fleet.history.explain("r")
         tries = told["images"][0]["hand_overs"]
         assert [each["outcome"] for each in tries] == ["lost", "lost"]
         assert all(f"{each['worker']} was lost (killed by signal 9" in each["error"] for each in tries)
-        assert (told["outcome"], told["code"], told["placements"]) == ("failed", "worker_lost", [])
-        assert told["images"][0]["error"] == told["error"] == tries[1]["error"]
+        assert (told["outcome"], told["code"], told["placements"]) == ("failed", "image_rejected", [])
+        assert told["images"][0]["error"] == told["error"] == "an encoder died over this image, twice"
 
 
 async def test_a_broken_image_among_good_ones_is_named():

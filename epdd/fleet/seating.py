@@ -49,6 +49,8 @@ class Seating:
         """Act on what has changed; `plan_anew` also where nothing seems to have."""
         async with self._planning:
             allowed = _allowed()
+            if not allowed[1]:      # /proc cannot be read: out of descriptors, say
+                allowed = allowed[0], self._allowed[1]
             if allowed != self._allowed:
                 log.warning("epdd may use CPUs %s, memory of NUMA nodes %s; it was CPUs %s, NUMA nodes %s",
                             *map(ranges, (*allowed, *self._allowed)))

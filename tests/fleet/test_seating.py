@@ -193,3 +193,12 @@ async def test_a_hang_up_is_the_daemons_alone():
         for pid in helpers:
             assert "zombie" not in Path(f"/proc/{pid}/status").read_text()
         assert pids(fleet) == before
+
+
+async def test_what_cannot_be_read_for_the_moment_moves_nobody(monkeypatch):
+    async with running(encoders=1) as fleet:
+        planned = []
+        seats = Seating(fleet.supervisor, lambda: planned.append(1) or [])
+        monkeypatch.setattr(binding, "allowed_nodes", lambda process=None: set())      # no descriptor for /proc
+        await seats.look()
+        assert not planned and not seats.changes

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from epdd.config import Fleet
 from epdd.emulation import Emulation
@@ -75,6 +76,7 @@ class Supervisor:
             # Not FAILED from here on, or a second resume would put a second process beside it.
             self._set(worker, State.STARTING)
             self._begin(worker)
+        worker.hurry.set()
 
     def restart(self, name: str) -> None:
         """End the process now; the supervisor brings a new one up, work in flight is placed again."""
@@ -86,6 +88,7 @@ class Supervisor:
             worker.process.terminate()
         elif worker.state is State.FAILED:
             self.resume(name)
+        worker.hurry.set()
 
     def reconcile(self, specs: Iterable[WorkerSpec]) -> list[str]:
         """Make `specs` the wanted fleet: a worker whose seat is the same is left alone.  Returns what changes."""
@@ -161,7 +164,10 @@ class Supervisor:
                 return
             # A worker that had been well comes back at once; one that dies again and again waits ever longer.
             if failures:
-                await asyncio.sleep(min(self._config.backoff_s * 2 ** (failures - 1), self._config.backoff_max_s))
+                worker.hurry.clear()
+                with suppress(TimeoutError):        # unless an operator has mended what was wrong
+                    await asyncio.wait_for(worker.hurry.wait(), min(self._config.backoff_s * 2 ** (failures - 1),
+                                                                    self._config.backoff_max_s))
             worker.restarts += 1
         worker.process = worker.channel = worker.ready = None
         if not worker.wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
 import time
@@ -54,6 +55,7 @@ class Worker:
         self.ready_at = 0.0                     # when the living process was ready
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
+        self.hurry = asyncio.Event()            # set: start again without waiting any longer
         self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
         self.wanted = True                      # False: no seat for it any more; it goes when its process has
         self.drained = False                    # an operator took it out of rotation; outlives the process

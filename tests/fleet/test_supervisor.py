@@ -72,6 +72,19 @@ async def test_a_worker_that_dies_soon_after_ready_again_and_again_is_given_up_a
         assert worker.restarts == 4
 
 
+async def test_an_operator_need_not_wait_for_the_next_try():
+    config = Config().with_values("fleet", {"backoff_s": 100.0}, "test")
+    async with running(encoders=1, config=config) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        for verb in (fleet.supervisor.resume, fleet.supervisor.restart):
+            pid, restarts = worker.process.pid, worker.restarts
+            worker.process.kill()
+            await until(lambda: worker.process is None)
+            verb("encoder/0")
+            await back(fleet, worker, pid)
+            assert worker.restarts == restarts + 1
+
+
 async def test_deaths_of_a_worker_that_was_well_in_between_are_not_added_up():
     config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 100.0, "well_s": 0.05}, "test")
     async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:

@@ -2,7 +2,7 @@
 
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
 JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
-ready), deadly (image bytes that kill it), deadly_prompt (number of tokens whose reading kills it), hang (image
+ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
 bytes on which it stops for ever), garble (image bytes on which it breaks the wire format).
 """
 
@@ -75,7 +75,7 @@ class FakeWorker:
             self.todo.append([message, raw, step + 1])
 
     def encode(self, message, raw):
-        if raw == self.manners.get("deadly", "").encode() != b"":
+        if (deadly := self.manners.get("deadly", "").encode()) and raw.startswith(deadly):
             os.kill(os.getpid(), signal.SIGKILL)
         if raw == self.manners.get("hang", "").encode() != b"":
             time.sleep(3600)

@@ -145,20 +145,24 @@ class Supervisor:
 
     async def _keep(self, worker: Worker) -> None:
         """Bring `worker` up again and again until the daemon stops or the worker is given up."""
-        failures = 0        # deaths in a row, none of them after a time of being well
+        failures = in_vain = 0      # deaths in a row, none of them after a time of being well; without any work done
         while not self.stopping and worker.wanted:
+            done = worker.done
             exit_code = await self._live_once(worker)
             if self.stopping:
                 break
-            failures = 0 if worker.restarting or worker.ready_s >= self._config.well_s else failures + 1
+            well = worker.restarting or worker.ready_s >= self._config.well_s
+            failures = 0 if well else failures + 1
+            # Clients whose images kill it must not be able to have a worker given up that serves the others.
+            in_vain = 0 if well or worker.done > done else in_vain + 1
             log.log(logging.INFO if worker.restarting else logging.ERROR, "%s lost pid=%s %s%s", worker.name,
                     worker.process and worker.process.pid, "" if worker.ready else "before ready: ", worker.last_error)
             worker.process = worker.channel = worker.ready = None
             # A worker that had been well once may only lack memory for the moment: that can pass.
             hopeless = exit_code == StartupError.exit_code and not worker.was_ready
-            if not worker.restarting and (hopeless or failures >= self._config.failures_max):
+            if not worker.restarting and (hopeless or in_vain >= self._config.failures_max):
                 if not hopeless:
-                    worker.last_error = f"died {failures} times in a row, the last time: {worker.last_error}"
+                    worker.last_error = f"died {in_vain} times in a row, the last time: {worker.last_error}"
                 log.error("%s given up: %s", worker.name, worker.last_error)
                 self._set(worker, State.FAILED)
                 return

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerFailed
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend.calls import CallDelta, CallParser, Parsed
 from epdd.frontend.context import Event
 from epdd.frontend.openai import Chat
-from epdd.frontend.text import TextStream, Vocabulary
+from epdd.frontend.text import TextStream
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _LOGPROB_MIN = -9999.0      # JSON has no minus infinity
@@ -26,6 +28,7 @@ class Delta:
     text: str
     logprobs: list[_Json]
     finish_reason: str | None = None
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class Answers:
@@ -40,6 +43,7 @@ class Answers:
         self._streams: list[TextStream[_Json]] = [
             TextStream(vocabulary, chat.stop, chat.skip_special_tokens, chat.sampling.min_tokens)
             for _ in range(request.n)]
+        self._parsers = [CallParser() for _ in range(request.n)] if chat.structure.calls else []
         self._running = set(range(request.n))       # choices that text can still be added to
         self._working = set(range(request.n))       # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
@@ -80,9 +84,22 @@ class Answers:
             piece = stream.end()
             reason = "stop" if stream.stopped else message.reason
             self._stop_tokens += message.stop_token is not None
+        parsed, reason = self._parsed(index, piece.text, reason)
         if reason:
             self._running.remove(index)
-        return Delta(index, piece.text, piece.marks, reason)
+        return Delta(index, parsed.text, piece.marks, reason, parsed.calls)
+
+    def _parsed(self, index: int, text: str, reason: str | None) -> tuple[Parsed, str | None]:
+        """The text and the calls in it; an answer that ends with whole calls says so."""
+        if not self._parsers:
+            return Parsed(text), reason
+        parser = self._parsers[index]
+        parsed = parser.push(text)
+        if reason:
+            reason = "tool_calls" if reason == "stop" and parser.calls and not parser.inside else reason
+            rest = parser.end()
+            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
+        return parsed, reason
 
     def usage(self) -> _Json:
         return {
@@ -114,19 +131,27 @@ class Whole:
         self._texts: list[list[str]] = [[] for _ in range(chat.n)]
         self._logprobs: list[list[_Json]] = [[] for _ in range(chat.n)]
         self._reasons: list[str | None] = [None] * chat.n
+        self._calls: list[list[_Json]] = [[] for _ in range(chat.n)]
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
         self._logprobs[delta.index] += delta.logprobs
         self._reasons[delta.index] = delta.finish_reason
+        calls = self._calls[delta.index]
+        for call in delta.calls:
+            if call.index == len(calls):
+                calls.append(_call(call))
+            else:
+                calls[call.index]["function"]["arguments"] += call.arguments
 
     def body(self, head: _Json, usage: _Json) -> _Json:
         choices = [{
             "index": index,
-            "message": {"role": "assistant", "content": "".join(text), "refusal": None},
+            "message": _message("".join(text), calls),
             "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None,
             "finish_reason": reason,
-        } for index, (text, logprobs, reason) in enumerate(zip(self._texts, self._logprobs, self._reasons))]
+        } for index, (text, logprobs, reason, calls) in enumerate(
+            zip(self._texts, self._logprobs, self._reasons, self._calls))]
         return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
 
 
@@ -140,13 +165,18 @@ class Chunks:
         self._begun: set[int] = set()
 
     def of(self, delta: Delta) -> list[_Json]:
-        """The role before a choice's first token, text if there is any, and the end in a chunk of its own."""
+        """The role before a choice's first token, text and calls if there are any, and the end in a chunk of its
+        own."""
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         if delta.text or delta.logprobs:
             chunks.append(self._chunk(delta.index, {"content": delta.text}, delta.logprobs))
+        if delta.calls:
+            calls = [{"index": call.index, **(_call(call) if call.id else {"function": {"arguments": call.arguments}})}
+                     for call in delta.calls]
+            chunks.append(self._chunk(delta.index, {"tool_calls": calls}))
         if delta.finish_reason:
             chunks.append(self._chunk(delta.index, {}, reason=delta.finish_reason))
         return chunks
@@ -167,6 +197,15 @@ class Chunks:
         elif self._chat.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _message(text: str, calls: list[_Json]) -> _Json:
+    message: _Json = {"role": "assistant", "content": text, "refusal": None}
+    return message | {"content": text or None, "tool_calls": calls} if calls else message
+
+
+def _call(begun: CallDelta) -> _Json:
+    return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": begun.arguments}}
 
 
 def model_card(name: str, created: int, context_max: int, emulated: _Json | None) -> _Json:

@@ -35,7 +35,7 @@ def build(context: Context) -> web.Application:
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         media = Media(context.config.media, context.family, executor)
-        endpoint = app[_CHAT] = chat.ChatCompletions(context, media, prompts)
+        endpoint = app[_CHAT] = chat.ChatCompletions(context, media, prompts, executor)
         context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: endpoint.bodies.held)
         yield
         await media.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from aiohttp import web
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
-from epdd.frontend import faults, ids, openai
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend import faults, ids, openai, structured
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.body import Bodies
 from epdd.frontend.context import Context
@@ -21,7 +23,6 @@ from epdd.frontend.media import Held, Media
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
-from epdd.frontend.text import Vocabulary
 from epdd.wire import Tokens
 
 
@@ -45,12 +46,13 @@ class _Turn:
 class ChatCompletions:
     """The endpoint's handler."""
 
-    def __init__(self, context: Context, media: Media, prompts: PromptMaker) -> None:
+    def __init__(self, context: Context, media: Media, prompts: PromptMaker, executor: Executor) -> None:
         limits = context.config
         self.bodies = Bodies(limits.server.body_bytes_max, limits.media.inflight_bytes_max)
         self._context = context
         self._media = media
         self._prompts = prompts
+        self._executor = executor
         self._vocabulary = Vocabulary(prompts.tokenizer)
 
     async def __call__(self, http: web.Request) -> web.StreamResponse:
@@ -70,6 +72,7 @@ class ChatCompletions:
             body = await self.bodies.read(http, reading)
             chat, conversation = openai.parse(body, context.family, context.model_name)
             del body
+            await structured.check(chat.structure, self._executor)
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
             context_max = context.context_max()

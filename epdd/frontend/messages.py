@@ -1,4 +1,4 @@
-"""The `messages` and `tools` of a chat request: JSON to a conversation, every fault named by its place."""
+"""The `messages` of a chat request: JSON to a conversation, every fault named by its place."""
 
 from __future__ import annotations
 
@@ -134,18 +134,3 @@ def _tool_call(call: Any, where: str) -> _Json:
         arguments = parsed if isinstance(parsed, dict) else arguments
     function = {"name": function["name"], "arguments": arguments if arguments is not None else {}}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
-
-
-def parse_tools(tools: Any, choice: Any) -> list[_Json]:
-    """The tools a template may show.  Answers stay text, so a choice that demands a call is refused."""
-    if choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice must be none or auto; a call cannot be forced here", param="tool_choice")
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise BadRequest("tools must be a list", param="tools")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"tools[{index}] must have a function with a name", param=f"tools[{index}]")
-    return tools

@@ -13,7 +13,9 @@ import orjson
 
 from epdd.errors import BadRequest, NotFound
 from epdd.families import Family
-from epdd.frontend.messages import Conversation, parse_messages, parse_tools
+from epdd.frontend import structured
+from epdd.frontend.messages import Conversation, parse_messages
+from epdd.frontend.structured import Structure
 from epdd.wire import Sampling
 
 ELEMENTS_MAX = 1_000_000    # of the JSON: each takes up to 60 times its bytes in memory
@@ -28,7 +30,7 @@ TOKENS_MAX = 1 << 31        # a larger max_tokens means the same: the rest of th
 # Accepted and without effect: they do not change what a single self-hosted model answers.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-    "prediction", "reasoning_effort", "web_search_options", "parallel_tool_calls",
+    "prediction", "reasoning_effort", "web_search_options",
 })
 
 # They ask for another answer than the one they would get.
@@ -43,7 +45,8 @@ _KNOWN = _IGNORED | frozenset(_REFUSED) | frozenset({
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "logit_bias",
     "logprobs", "top_logprobs", "n", "stream", "stream_options", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "mm_processor_kwargs", "response_format", "tools", "tool_choice", "chat_template_kwargs", "modalities",
+    "mm_processor_kwargs", "response_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+    "modalities",
 })
 
 _Json = dict[str, Any]
@@ -61,6 +64,7 @@ class Chat:
     include_usage: bool = False
     continuous_usage: bool = False
     skip_special_tokens: bool = True
+    structure: Structure = Structure()
     min_pixels: int = 0             # of each image; 0: the checkpoint's own
     max_pixels: int = 0
     unknown: tuple[str, ...] = ()   # names of fields nobody knows
@@ -84,12 +88,12 @@ def parse(body: bytes | bytearray, family: Family, model_name: str) -> tuple[Cha
         raise BadRequest("The body must be a JSON object")
     _check_model(data, model_name)
     _check_refused(data)
-    tools = parse_tools(data.get("tools"), data.get("tool_choice"))
-    conversation = Conversation(parse_messages(data.get("messages")), tools, _template_options(data))
-    return _chat(data, family, model_name), conversation
+    structure = structured.parse(data)
+    conversation = Conversation(parse_messages(data.get("messages")), structure.tools, _template_options(data))
+    return _chat(data, family, model_name, structure), conversation
 
 
-def _chat(data: _Json, family: Family, model_name: str) -> Chat:
+def _chat(data: _Json, family: Family, model_name: str, structure: Structure) -> Chat:
     stream = _flag(data, "stream")
     options = _object(data, "stream_options")
     if data.get("stream_options") is not None and not stream:
@@ -97,19 +101,20 @@ def _chat(data: _Json, family: Family, model_name: str) -> Chat:
     low, high = _pixels(data, family)
     return Chat(
         model=model_name,
-        sampling=_sampling(data, family),
+        sampling=_sampling(data, family, structure.grammar),
         n=cast(int, _number(data, "n", int, 1, N_MAX, 1)),
         stop=_stop(data),
         stream=stream,
         include_usage=_flag(options, "include_usage", "stream_options.include_usage"),
         continuous_usage=_flag(options, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
         skip_special_tokens=_flag(data, "skip_special_tokens", default=True),
+        structure=structure,
         min_pixels=low, max_pixels=high,
         unknown=tuple(sorted(data.keys() - _KNOWN)),
     )
 
 
-def _sampling(data: _Json, family: Family) -> Sampling:
+def _sampling(data: _Json, family: Family, grammar: str) -> Sampling:
     defaults = family.defaults
     max_tokens = _number(data, "max_tokens", int, 1, None, 0)
     max_tokens = _number(data, "max_completion_tokens", int, 1, None, max_tokens)
@@ -132,6 +137,7 @@ def _sampling(data: _Json, family: Family) -> Sampling:
         logit_bias=_logit_bias(data, family.vocab),
         logprobs=_logprobs(data),
         ignore_eos=_flag(data, "ignore_eos"),
+        grammar=grammar,
         stop_token_ids=_stop_ids(data, family.vocab),
     )
 
@@ -152,9 +158,6 @@ def _check_refused(data: _Json) -> None:
     modalities = data.get("modalities")
     if modalities is not None and modalities != ["text"]:
         raise BadRequest("modalities must be [\"text\"]", param="modalities")
-    form = _object(data, "response_format")
-    if form and form.get("type") != "text":
-        raise BadRequest("response_format is not supported here beyond {\"type\": \"text\"}", param="response_format")
 
 
 def _template_options(data: _Json) -> _Json:

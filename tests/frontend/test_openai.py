@@ -127,14 +127,8 @@ def test_unknown_fields_are_named_and_ignored(family: Family) -> None:
     ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps"),
     ({"mm_processor_kwargs": {"min_pixels": 0}}, "mm_processor_kwargs.min_pixels"),
     ({"mm_processor_kwargs": {"min_pixels": 9000, "max_pixels": 8000}}, "mm_processor_kwargs.min_pixels"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": "b"}}}}},
-     "response_format"),
     ({"response_format": "text"}, "response_format"),
     ({"tools": {}}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": {"evil": True}}, "chat_template_kwargs.evil"),
     ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
@@ -266,11 +260,13 @@ def test_tool_arguments_that_are_no_json_stay_text(family: Family) -> None:
     assert said.messages[0].fields["tool_calls"][0]["function"]["arguments"] == "{broken"
 
 
-def test_tools_are_kept_for_the_template(family: Family) -> None:
+def test_what_the_answer_must_look_like_reaches_template_and_sampling(family: Family) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert talk(family, USER, tools=[tool], **choice).tools == [tool]
-    assert talk(family, USER, tools=[]).tools == []
+    assert talk(family, USER, tools=[tool]).tools == [tool]
+    assert talk(family, USER, tools=[tool], tool_choice="none").tools == []
+    for fields in ({"tools": [tool]}, {"response_format": {"type": "json_object"}}):
+        chat = parse(family, **fields)
+        assert chat.sampling.grammar == chat.structure.grammar != ""
 
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

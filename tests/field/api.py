@@ -11,14 +11,13 @@ from epdd.frontend.text import Vocabulary
 from tests.field import pictures
 from tests.field.house import House
 from tests.field.prompts import tokenizer
-from tests.field.table import case
+from tests.field.table import Short, case
 
 GREETING = "Hello! I can name colours and shapes, count them, and list images in order."
 
 
 @case("D33", "empty or odd messages", "no messages; null, [] and \"\" as content; image only; unknown part; bare URL",
-      "400 naming the place; [], \"\", image only and a bare URL are 200", policy="image_url may be a bare string",
-      repeats=20)
+      "400 naming the place; [], \"\", image only and a bare URL are 200", policy="image_url may be a bare string")
 async def messages(house: House) -> None:
     user = {"role": "user"}
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -153,6 +152,8 @@ async def choices(house: House) -> None:
     assert house.status()["cache"]["misses"] == before + 1
     stream = await house.ask(image, "Describe the image.", stream=True, logit_bias={"5": -100}, **fields)
     assert stream.texts == texts
+    order = [choice["index"] for event in stream.events for choice in event["choices"]]
+    assert order != sorted(order)       # each as it comes, not one after the other
     await house.refused(None, "Hello", n=9)
 
 
@@ -166,4 +167,5 @@ async def one_prefill(house: House) -> None:
         status = await house.until(lambda status: next(
             w for w in status["workers"] if w["name"] == "pd/0")["running"] >= 3, 5)
         used = next(w for w in status["workers"] if w["name"] == "pd/0")["kv_used"]
-        assert used < 2 * tokens, (used, tokens)
+        if used > 2 * tokens:
+            raise Short

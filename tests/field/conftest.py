@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from epdd.config import Media
 from tests.e2e.daemon import Daemon, running
 from tests.field import web
 from tests.field.table import CASES, Case
@@ -30,7 +32,13 @@ def host() -> Iterator[web.Host]:
 
 
 @pytest.fixture(scope="session")
-def start(host: web.Host) -> Iterator[Callable[[str], Daemon]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below it the small daemon reads images."""
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="session")
+def start(host: web.Host, folder: Path) -> Iterator[Callable[[str], Daemon]]:
     """start(name): the daemon with these settings.  One runs at a time: the cores are few."""
     with ExitStack() as stack:
         now: dict[str, Daemon] = {}
@@ -39,7 +47,10 @@ def start(host: web.Host) -> Iterator[Callable[[str], Daemon]]:
             if name not in now:
                 stack.close()
                 now.clear()
-                settings = {"media__allow": f"127.0.0.1:{host.server_address[1]}", **SETTINGS[name]}
+                allowed = f"127.0.0.1:{host.server_address[1]},127.0.0.1:1,no-such-host.invalid"
+                settings = {"media__allow": allowed, **SETTINGS[name]}
+                if name == "small" and "folders" in Media.__dataclass_fields__:
+                    settings["media__folders"] = folder
                 now[name] = stack.enter_context(running(**settings)).ready()
             return now[name]
 

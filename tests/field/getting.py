@@ -6,13 +6,15 @@ import asyncio
 import base64
 import textwrap
 
+from epdd.config import Media
 from tests.field import pictures
 from tests.field.house import House
-from tests.field.table import case
+from tests.field.table import case, elsewhere
 
 COLOUR = "What colour is the circle?"
 DEADLINE_S = 1.0        # media.timeout_s of the shared daemon
 FETCHES_MAX = 32
+FILES = "folders" in Media.__dataclass_fields__
 
 
 @case("D15", "base64 with line breaks, without padding", "76 letters a line; no =; URL-safe; letters that are none",
@@ -52,6 +54,8 @@ async def no_image(house: House) -> None:
         house.host.seen.clear()
         await house.refused(code, pictures.part(house.host.url + path), COLOUR)
         assert house.host.seen == [path] * 2        # once for each of the two requests
+    for url in ("http://127.0.0.1:1/a.png", "http://no-such-host.invalid/a.png"):
+        await house.refused("failed_to_download_image", pictures.part(url), COLOUR)
     assert (await house.get("/health")).body["status"] == "ok"
 
 
@@ -127,6 +131,19 @@ async def files(house: House) -> None:
     await house.refused("invalid_image_url", pictures.part("/etc/passwd"), COLOUR)
     replies = [await house.refused("invalid_image_url", pictures.part(url), COLOUR) for url in file_urls("/allowed")]
     assert len({reply.error["message"] for reply in replies}) == 1
+
+
+if FILES:
+    @case("D21f", "file: from below a folder", "the same, where the folder is allowed; a file in it",
+          "400 in the same words for all; the file: 200", daemon="small")
+    async def folder(house: House) -> None:
+        (house.folder / "a.png").write_bytes(pictures.circle("green", 64))
+        assert await house.answers(pictures.part(f"file://{house.folder}/a.png"), COLOUR) == "green"
+        urls = [*file_urls(str(house.folder)), f"file://{house.folder}/no.png"]
+        replies = [await house.refused(None, pictures.part(url), COLOUR) for url in urls]
+        assert len({reply.error["message"] for reply in replies[:-2]}) == 1
+else:
+    elsewhere("D21f", "file: from below a folder", "the same, where it is allowed", "there are no file: images yet")
 
 
 @case("D22", "URL with letters outside ASCII", "/\u732b.png, plain and percent-encoded; a host of such letters",

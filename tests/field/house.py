@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -92,10 +93,10 @@ def asking(*parts: Any, **fields: Any) -> dict[str, Any]:
 
 
 class House:
-    """The daemon, the host that images can be fetched from, and all error answers of the case."""
+    """The daemon, where it can get images from, by http: and by file:, and all error answers of the case."""
 
-    def __init__(self, daemon: Daemon, host: Host, http: aiohttp.ClientSession) -> None:
-        self.daemon, self.host, self.http = daemon, host, http
+    def __init__(self, daemon: Daemon, host: Host, folder: Path, http: aiohttp.ClientSession) -> None:
+        self.daemon, self.host, self.folder, self.http = daemon, host, folder, http
         self.errors: list[Reply] = []
 
     # --- asking
@@ -198,6 +199,20 @@ class House:
         pid = self.worker(name)["pid"]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+
+@contextmanager
+def little_memory(house: House, most: int) -> Iterator[None]:
+    """No process of the daemon takes more than `most` bytes besides what it has, not even for a moment."""
+    status = house.status()
+    pids = [house.daemon.process.pid, *(worker["pid"] for worker in status["workers"])]
+    before = [psutil.Process(pid).memory_info().rss for pid in pids]
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")     # the peak starts anew
+    yield
+    for pid, had in zip(pids, before):
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        assert peak is not None and int(peak[1]) * 1024 < had + most, (pid, peak[1], had)
 
 
 def distance(one: dict[str, float], other: dict[str, float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from epdd.errors import WorkerFailed
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.calls import CallDelta, CallParser, Parsed
 from epdd.frontend.context import Event
-from epdd.frontend.openai import Chat
+from epdd.frontend.openai import Options
 from epdd.frontend.text import TextStream
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
@@ -34,16 +34,16 @@ class Delta:
 class Answers:
     """The choices of one request, built up from its events."""
 
-    def __init__(self, chat: Chat, request: Request, vocabulary: Vocabulary) -> None:
+    def __init__(self, options: Options, request: Request, vocabulary: Vocabulary) -> None:
         # Taken now: the request's images are let go at its first token.
         self._prompt = len(request.tokens)
         self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
-        self._wants_logprobs = chat.logprobs
+        self._wants_logprobs = options.logprobs
         self._streams: list[TextStream[_Json]] = [
-            TextStream(vocabulary, chat.stop, chat.skip_special_tokens, chat.sampling.min_tokens)
+            TextStream(vocabulary, options.stop, options.skip_special_tokens, options.sampling.min_tokens)
             for _ in range(request.n)]
-        self._parsers = [CallParser() for _ in range(request.n)] if chat.structure.calls else []
+        self._parsers = [CallParser() for _ in range(request.n)] if options.structure.calls else []
         self._running = set(range(request.n))       # choices that text can still be added to
         self._working = set(range(request.n))       # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
@@ -123,15 +123,26 @@ class Answers:
         return {"token": data.decode(errors="replace"), "logprob": max(value, _LOGPROB_MIN), "bytes": list(data)}
 
 
+def total_usage(parts: Sequence[_Json]) -> _Json:
+    """The usage of a request, from that of its prompts."""
+    if len(parts) == 1:
+        return parts[0]
+    details = [part["prompt_tokens_details"] for part in parts]
+    return {**{name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"},
+            "prompt_tokens_details": {name: sum(detail[name] for detail in details) for name in details[0]}}
+
+
 class Whole:
     """A `chat.completion` object, from deltas."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._wants_logprobs = chat.logprobs
-        self._texts: list[list[str]] = [[] for _ in range(chat.n)]
-        self._logprobs: list[list[_Json]] = [[] for _ in range(chat.n)]
-        self._reasons: list[str | None] = [None] * chat.n
-        self._calls: list[list[_Json]] = [[] for _ in range(chat.n)]
+    kind = "chat.completion"
+
+    def __init__(self, options: Options, choices: int) -> None:
+        self._wants_logprobs = options.logprobs
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[_Json]] = [[] for _ in range(choices)]
+        self._reasons: list[str | None] = [None] * choices
+        self._calls: list[list[_Json]] = [[] for _ in range(choices)]
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
@@ -145,22 +156,24 @@ class Whole:
                 calls[call.index]["function"]["arguments"] += call.arguments
 
     def body(self, head: _Json, usage: _Json) -> _Json:
-        choices = [{
-            "index": index,
-            "message": _message("".join(text), calls),
-            "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None,
-            "finish_reason": reason,
-        } for index, (text, logprobs, reason, calls) in enumerate(
-            zip(self._texts, self._logprobs, self._reasons, self._calls))]
-        return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+        choices = [{"index": index, **self._said("".join(text), logprobs, calls), "finish_reason": reason}
+                   for index, (text, logprobs, calls, reason) in enumerate(
+                       zip(self._texts, self._logprobs, self._calls, self._reasons))]
+        return {**head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
+        return {"message": _message(text, calls),
+                "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None}
 
 
 class Chunks:
     """`chat.completion.chunk` objects, from deltas."""
 
-    def __init__(self, chat: Chat, head: _Json, usage: Callable[[], _Json]) -> None:
-        self._chat = chat
-        self._head = {**head, "object": "chat.completion.chunk"}
+    kind = "chat.completion.chunk"
+
+    def __init__(self, options: Options, head: _Json, usage: Callable[[], _Json]) -> None:
+        self._options = options
+        self._head = {**head, "object": self.kind}
         self._usage = usage
         self._begun: set[int] = set()
 
@@ -183,18 +196,19 @@ class Chunks:
 
     def last(self) -> list[_Json]:
         """The usage chunk: clients that did not ask for it take `choices[0]` of every chunk."""
-        return [{**self._head, "choices": [], "usage": self._usage()}] if self._chat.include_usage else []
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._options.include_usage else []
 
     def _chunk(self, index: int, delta: _Json, logprobs: list[_Json] | None = None,
                reason: str | None = None) -> _Json:
-        chunk = {**self._head, "choices": [{
-            "index": index, "delta": delta,
-            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-            "finish_reason": reason,
-        }]}
-        if self._chat.continuous_usage:
+        return self._with_choice({"index": index, "delta": delta,
+                                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+                                  "finish_reason": reason})
+
+    def _with_choice(self, choice: _Json) -> _Json:
+        chunk = {**self._head, "choices": [choice]}
+        if self._options.continuous_usage:
             chunk["usage"] = self._usage()
-        elif self._chat.include_usage:
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -208,8 +222,8 @@ def _call(begun: CallDelta) -> _Json:
     return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": begun.arguments}}
 
 
-def model_card(name: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
-    """An entry of /v1/models; benchmark clients read `root` too."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": name, "parent": None,
+def model_card(name: str, root: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
+    """An entry of /v1/models; benchmark clients read `root`, the name that `name` is an alias of, too."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": root, "parent": None,
             "max_model_len": context_max, "input_modalities": ["text", "image"],
             **({} if emulated is None else {"emulated": emulated})}

@@ -1,4 +1,4 @@
-"""The images of a request: their files by data: URL or http(s), then size, cost and cache key from the header.
+"""The images of a request: their files by data:, http(s): or file: URL, then size, cost and cache key from the header.
 
 No pixel is decoded here.  All limits on images are: how many, how many bytes, how many pixels.
 """
@@ -20,6 +20,7 @@ from epdd.families import Family
 from epdd.frontend import image_header
 from epdd.frontend.budget import Budget, Share
 from epdd.frontend.fetch import Fetcher
+from epdd.frontend.files import Folders
 from epdd.frontend.messages import ImageRef
 from epdd.wire import content_hash
 
@@ -53,6 +54,7 @@ class Media:
         self._family = family
         self._executor = executor
         self._fetcher = Fetcher(limits)
+        self._folders = Folders(limits.folders, limits.file_bytes_max)
         self.budget = Budget(limits.inflight_bytes_max)
 
     async def close(self) -> None:
@@ -67,7 +69,7 @@ class Media:
         if len(refs) > self._limits.images_max:
             raise BadRequest(f"The conversation holds {len(refs)} images; at most {self._limits.images_max} "
                              "are allowed", param="messages")
-        async with self.budget.hold(sum(_bytes_max(ref.url) for ref in refs)) as share:
+        async with self.budget.hold(sum(self._bytes_max(ref.url) for ref in refs)) as share:
             images = await self._all(refs, min_pixels, max_pixels, share)
             share.shrink(sum(len(image.data) for image in images))
             yield Held(images, share)
@@ -85,8 +87,12 @@ class Media:
             source: str | bytes = ref.url
             if _scheme(ref.url) in ("http", "https"):
                 source = await self._fetcher.fetch(ref.url, share.grow)
+            elif _scheme(ref.url) == "file":
+                source = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._folders.read, ref.url)
             elif _scheme(ref.url) != "data":
-                raise MediaError("An image URL must begin with data:, http: or https:", code="invalid_image_url")
+                raise MediaError("An image URL must begin with data:, http:, https: or file:",
+                                 code="invalid_image_url")
             if len(source) <= _INLINE_BYTES:
                 return self._read(source, min_pixels, max_pixels)
             return await asyncio.get_running_loop().run_in_executor(
@@ -111,12 +117,11 @@ class Media:
         key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
         return Image(data, width, height, grid, self._family.rows(grid), key)
 
-
-def _bytes_max(url: str) -> int:
-    """Room to wait for before the file is read: at most as much as it has."""
-    if _scheme(url) in ("http", "https"):
-        return 0    # counted as it comes: a host that never answers must not keep room from images that are here
-    return len(url) * 3 // 4
+    def _bytes_max(self, url: str) -> int:
+        """Room to wait for before the file is read."""
+        if _scheme(url) in ("http", "https"):
+            return 0    # counted as it comes: a host that never answers must not keep room from images that are here
+        return len(url) * 3 // 4 if _scheme(url) == "data" else self._limits.file_bytes_max
 
 
 def data_url(url: str) -> bytes:

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.e2e.daemon import ROOT, data_url, image_part, running, text_part
+from tests.e2e.daemon import ROOT, image_part, running, text_part
 
 SAMPLES = ROOT / "epdd" / "demo" / "samples"
 COLOURS = {"red": (230, 20, 20), "green": (20, 160, 40), "blue": (20, 40, 230)}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from epdd.config import Media
 from tests.e2e.daemon import Daemon, running
 from tests.field import web
 from tests.field.table import CASES, Case
@@ -49,7 +48,7 @@ def start(host: web.Host, folder: Path) -> Iterator[Callable[[str], Daemon]]:
                 now.clear()
                 allowed = f"127.0.0.1:{host.server_address[1]},127.0.0.1:1,no-such-host.invalid"
                 settings = {"media__allow": allowed, **SETTINGS[name]}
-                if name == "small" and "folders" in Media.__dataclass_fields__:
+                if name == "small":
                     settings["media__folders"] = folder
                 now[name] = stack.enter_context(running(**settings)).ready()
             return now[name]

@@ -6,15 +6,13 @@ import asyncio
 import base64
 import textwrap
 
-from epdd.config import Media
 from tests.field import pictures
 from tests.field.house import House
-from tests.field.table import case, elsewhere
+from tests.field.table import case
 
 COLOUR = "What colour is the circle?"
 DEADLINE_S = 1.0        # media.timeout_s of the shared daemon
 FETCHES_MAX = 32
-FILES = "folders" in Media.__dataclass_fields__
 
 
 @case("D15", "base64 with line breaks, without padding", "76 letters a line; no =; URL-safe; letters that are none",
@@ -133,17 +131,17 @@ async def files(house: House) -> None:
     assert len({reply.error["message"] for reply in replies}) == 1
 
 
-if FILES:
-    @case("D21f", "file: from below a folder", "the same, where the folder is allowed; a file in it",
-          "400 in the same words for all; the file: 200", daemon="small")
-    async def folder(house: House) -> None:
-        (house.folder / "a.png").write_bytes(pictures.circle("green", 64))
-        assert await house.answers(pictures.part(f"file://{house.folder}/a.png"), COLOUR) == "green"
-        urls = [*file_urls(str(house.folder)), f"file://{house.folder}/no.png"]
-        replies = [await house.refused(None, pictures.part(url), COLOUR) for url in urls]
-        assert len({reply.error["message"] for reply in replies[:-2]}) == 1
-else:
-    elsewhere("D21f", "file: from below a folder", "the same, where it is allowed", "there are no file: images yet")
+@case("D21f", "file: from below a folder", "the same, where the folder is allowed; a file in it; one that is not there",
+      "400 in the same words for all outside; 200; image_file_not_found", daemon="small")
+async def folder(house: House) -> None:
+    (house.folder / "a.png").write_bytes(pictures.circle("green", 64))
+    (house.folder / "link.png").symlink_to("/etc/passwd")
+    assert await house.answers(pictures.part(f"file://{house.folder}/a.png"), COLOUR) == "green"
+    urls = [*file_urls(str(house.folder)), f"file://{house.folder}/link.png"]
+    replies = [await house.refused("invalid_image_url", pictures.part(url), COLOUR) for url in urls]
+    assert len({reply.error["message"] for reply in replies}) == 1
+    await house.refused("image_file_not_found", pictures.part(f"file://{house.folder}/no.png"), COLOUR)
+    (house.folder / "link.png").unlink()
 
 
 @case("D22", "URL with letters outside ASCII", "/\u732b.png, plain and percent-encoded; a host of such letters",

@@ -13,7 +13,7 @@ from tests.field import pictures
 from tests.field.house import ANSWER_BYTES_MAX, BASE64, GAP_S, LEAKS, LOG_BYTES_MAX, SETTLE_S, House, Reply
 from tests.field.table import Case
 
-NEIGHBOUR = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 160,
+NEIGHBOUR = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 80,
              "ignore_eos": True, "stream": True}
 GREETING = "Hello! I can name colours and shapes"
 CASE_S = 60.0               # a case that waits for what never comes
@@ -78,8 +78,8 @@ async def held(house: House) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("epdd_held_bytes"))
 
 
-async def settled(house: House, case: Case, before: dict[str, Any]) -> None:
-    """Everything is back at its start within SETTLE_S, but for the pids of what the case kills."""
+async def settled(house: House, case: Case, before: dict[str, Any]) -> dict[str, Any]:
+    """Everything is back at its start within SETTLE_S, but for the pids of what the case kills; the numbers now."""
     if case.kills:
         await house.ready()
     end = time.monotonic() + SETTLE_S
@@ -93,6 +93,7 @@ async def settled(house: House, case: Case, before: dict[str, Any]) -> None:
         await asyncio.sleep(0.05)       # a connection may still be closing
     assert not left, f"before and after: {left}"
     assert changed <= set(case.kills), f"{changed} were replaced"
+    return after
 
 
 async def served(house: House, sees: bool) -> None:
@@ -144,10 +145,9 @@ async def repeated(house: House, case: Case) -> None:
         assert size < before[name] * (1 + RESIDENT_SHARE) + RESIDENT_FLOOR, (name, before[name], size)
 
 
-async def judge(house: House, case: Case, neighbour_text: str, sees: bool) -> None:
-    """Run the case between two looks at everything."""
+async def judge(house: House, case: Case, before: dict[str, Any], neighbour_text: str, sees: bool) -> dict[str, Any]:
+    """Run the case and ask everything.  Numbers at rest: `before` it, and as they are after it."""
     assert case.drill is not None
-    before = await at_rest(house)
     log = house.daemon.folder / "log"
     log_start = log.stat().st_size
     neighbour = Neighbour(house, neighbour_text)
@@ -164,7 +164,7 @@ async def judge(house: House, case: Case, neighbour_text: str, sees: bool) -> No
         raise
     if beside is not None:
         await neighbour.end(beside)
-    await settled(house, case, before)
+    after = await settled(house, case, before)
     if case.repeats:
         await repeated(house, case)
     await served(house, sees)
@@ -172,3 +172,4 @@ async def judge(house: House, case: Case, neighbour_text: str, sees: bool) -> No
     with open(log) as file:
         file.seek(log_start)
         log_clean(house, file.read())
+    return after

@@ -16,7 +16,7 @@ from tests.field.table import CASES, Case
 SETTINGS: dict[str, dict[str, object]] = {
     "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 1},
     # Little of everything, and images from public addresses, as is the default.
-    "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 32 << 10,
+    "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 40 << 10,
               "server__body_bytes_max": 8 << 20},
     "text": {"encoder__workers": 1, "media__images_max": 0},
 }

@@ -135,6 +135,8 @@ async def files(house: House) -> None:
       "400 in the same words for all outside; 200; image_file_not_found", daemon="small")
 async def folder(house: House) -> None:
     (house.folder / "a.png").write_bytes(pictures.circle("green", 64))
+    (house.folder / "photo.jpg").write_bytes(pictures.turned(6))
+    await house.same_view((pictures.turned(6), pictures.part(f"file://{house.folder}/photo.jpg")))
     (house.folder / "link.png").symlink_to("/etc/passwd")
     assert await house.answers(pictures.part(f"file://{house.folder}/a.png"), COLOUR) == "green"
     urls = [*file_urls(str(house.folder)), f"file://{house.folder}/link.png"]

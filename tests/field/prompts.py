@@ -119,7 +119,7 @@ async def context(house: House) -> None:
 
 
 @case("D28", "one image bigger than the encoder's budget",
-      "an arena that holds 16 rows and not 36; sizes of every kind",
+      "an arena that holds 24 rows and not 36; sizes of every kind",
       "400 image_too_large at admission; what is admitted is answered", daemon="small")
 async def budget(house: House) -> None:
     await house.refused("image_too_large", pictures.circle("red", 96), "What is this?")

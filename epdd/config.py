@@ -102,6 +102,12 @@ class Fleet:
 
 
 @dataclass(frozen=True)
+class Emulation:
+    profile: str = ""                       # name of a shipped profile, or a file; empty: real devices
+    scale: float = 0.0                      # times as fast as the profile says; 0: the profile's own
+
+
+@dataclass(frozen=True)
 class Log:
     level: str = "info"
 
@@ -119,6 +125,7 @@ class Config:
     router: Router = field(default_factory=Router)
     media: Media = field(default_factory=Media)
     fleet: Fleet = field(default_factory=Fleet)
+    emulation: Emulation = field(default_factory=Emulation)
     log: Log = field(default_factory=Log)
     worker: tuple[Wish, ...] = ()           # all workers of their roles, one by one; empty: as placement says
 
@@ -156,10 +163,11 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple
     if args.config or path.is_file():
         config = from_file(config, path)
     config = _from_environ(config, environ)
-    for section, key in (("model", "path"), ("server", "host"), ("server", "port")):
-        value = getattr(args, key if section == "server" else section)
+    for option, section, key in (("model", "model", "path"), ("host", "server", "host"), ("port", "server", "port"),
+                                 ("emulate", "emulation", "profile")):
+        value = getattr(args, option)
         if value is not None:
-            config = config.with_values(section, {key: value}, f"--{'model' if key == 'path' else key}")
+            config = config.with_values(section, {key: value}, f"--{option}")
     for item in args.set:
         name, _, value = item.partition("=")
         section, _, key = name.partition(".")
@@ -276,6 +284,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m epdd", description="Serve a vision-language model from this machine.")
     parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the demo model)")
+    parser.add_argument("--emulate", metavar="NAME", help="devices with given time models: a shipped profile or a file")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", help="TCP port to listen on; 0: any")
     parser.add_argument("--config", metavar="FILE", help=f"settings (default: {SYSTEM_FILE} if it is there)")

@@ -16,12 +16,13 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from epdd import __version__, arena, config, families, log, placement, systemd
+from epdd import __version__, arena, config, emulation, families, log, placement, systemd
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
+from epdd.emulation import Emulation
 from epdd.errors import ConfigError, StartupError
 from epdd.families import Family
 from epdd.fleet.process import ForkServer
@@ -53,6 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         log.setup(settings.log.level)
         _return_freed_memory()
         family = families.load(settings.model.path or str(families.DEMO))
+        emulated = emulation.load(settings.emulation, family.folder)
+        if emulated is not None:
+            logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,
+                           emulated.profile.answers, emulated.scale)
+            family = emulated.family(family)
         topology = probe()
         for warning in topology.warnings:
             logger.warning("topology %s", warning)
@@ -62,13 +68,13 @@ def main(argv: list[str] | None = None) -> int:
             # The main thread's CPUs, since a thread of the executor may have kept others.  The GPUs as at the start:
             # a driver that fails for a moment must not move their workers to CPUs.
             now = probe(affinity=os.sched_getaffinity(os.getpid()), gpus_known=topology.gpus)
-            return placement.plan(now, settings, family, size)
+            return placement.plan(now, settings, family, size, emulated)
 
-        specs = placement.plan(topology, settings, family, size)
+        specs = placement.plan(topology, settings, family, size, emulated)
         if args.plan:
             print(placement.explain(specs, topology))
             return 0
-        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan).run())
+        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan, emulated).run())
     except StartupError as error:
         print(f"epdd: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -89,11 +95,19 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL("libc.so.6")
 
 
+def _model_name(family: Family, emulated: Emulation | None) -> str:
+    """Name in the API where the operator gives none: what makes rows without a model has not the model's name."""
+    if emulated is not None and not emulated.needs_torch:
+        return f"emulated-{emulated.profile.name}"
+    folder = Path(family.folder)
+    return "epdd-demo" if folder == families.DEMO else folder.name
+
+
 class Daemon:
     """All parts, made in the order they need each other."""
 
     def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
-                 arguments: list[str], plan: Callable[[], list[WorkerSpec]]) -> None:
+                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None) -> None:
         self._settings = settings
         self._arguments = arguments
         self._stop = asyncio.Event()
@@ -101,23 +115,23 @@ class Daemon:
         self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
-        folder = Path(family.folder)
-        name = settings.model.name or ("epdd-demo" if folder == families.DEMO else folder.name)
+        name = settings.model.name or _model_name(family, emulated)
+        label = None if emulated is None else emulated.label()
         cache = settings.arena.cache_bytes
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes), settings.fleet,
-                                      ForkServer(preload_modules(family.model_type)), self._changed)
+                                      ForkServer(preload_modules(family.model_type, emulated)), self._changed)
         self._seating = Seating(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
         self._encoding = Encoding(self._supervisor, self._leases, settings, family)
         self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission)
         stats = RequestStats()
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
-                              self._encoding, self._admission, stats)
+                              self._encoding, self._admission, stats, label)
         self._context = Context(
             config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            stats=stats)
+            stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:

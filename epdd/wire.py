@@ -1,15 +1,15 @@
 """Everything that crosses a process edge between daemon and worker.
 
-A frame is `u32 header length, u32 raw length` (little endian), a JSON header and raw bytes.  The
-header is one of the tagged structs below, checked field by field when it is read; raw carries an
-image's bytes (Encode) or int32 token ids (Generate).  Embeddings never travel here: they lie in
-the arena, and a frame only names the bytes.  Nothing here is pickled but `WorkerSpec`, once, in
-multiprocess's own spawn message.
+A frame is `u32 header length, u32 raw length` (little endian), a JSON header and raw bytes.  The header is one of
+the tagged structs below, checked field by field when it is read; raw carries an image's bytes (Encode) or int32
+token ids (Generate).  Embeddings never travel here: they lie in the arena, and a frame only names the bytes.
+Nothing here is pickled but `WorkerSpec`, once, in multiprocess's own spawn message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import struct
 from dataclasses import dataclass
@@ -18,10 +18,12 @@ from typing import TypeVar, Union
 import msgspec
 
 from epdd.errors import ProtocolError
+from epdd.pace import Pace
 
 HEAD = struct.Struct("<II")
 HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans and a large logit_bias stays far below
 RAW_BYTES_MAX = 256 << 20     # an image file or a prompt of 64 million tokens
+CONTENT_LETTERS = 40          # 160 bits: no two files share them by chance
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class WorkerSpec:
     context_max: int = 0            # tokens; 0: what the checkpoint says
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"
+    pace: Pace | None = None        # emulated: how its time passes
 
     @property
     def seat(self) -> tuple[str, tuple[int, ...], int | None, int]:
@@ -70,7 +73,7 @@ class Span(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]      # t, h, w in patches, before merging
     lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack features
     dtype: str                      # of the lease: "float32" or "bfloat16"
-    digest: str                     # content hash, for prefix caches
+    digest: str                     # `content_hash` of its file, then that of what else changes its embedding
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -285,6 +288,11 @@ class FrameBuffer:
             at = end
         del self._data[:at]
         return frames
+
+
+def content_hash(data: bytes) -> str:
+    """Of an image file, CONTENT_LETTERS in hex: with it begins the digest that names its embedding everywhere."""
+    return hashlib.blake2b(data, digest_size=CONTENT_LETTERS // 2).hexdigest()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

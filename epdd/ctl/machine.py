@@ -43,10 +43,12 @@ def _add_machine(verb: argparse.ArgumentParser, load: str) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from msgspec import to_builtins
+
     from epdd import placement
     topology = _machine(args)
     plan = _decide(args, topology)
-    print(json.dumps([asdict(spec) for spec in plan.specs], indent=2) if args.json
+    print(json.dumps([asdict(spec) for spec in plan.specs], indent=2, default=to_builtins) if args.json
           else placement.explain(plan.specs, topology, plan.why if args.why else ()))
     return 0
 
@@ -101,7 +103,7 @@ def _machine(args: argparse.Namespace) -> Topology:
 
 
 def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
-    from epdd import config, families, placement
+    from epdd import config, emulation, families, placement
     from epdd.errors import StartupError
     argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
     for item in args.set:
@@ -109,6 +111,8 @@ def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
     try:
         settings, _ = config.load(argv)
         family = families.load(settings.model.path or str(families.DEMO))
-        return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family))
+        emulated = emulation.load(settings.emulation, family.folder)
+        family = emulated.family(family) if emulated else family
+        return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family), emulated)
     except StartupError as error:
         raise client.CtlError(error.message) from None

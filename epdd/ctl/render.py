@@ -68,6 +68,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
     router, arena, cache, requests = (snapshot[name] for name in ("router", "arena", "cache", "requests"))
     source = f" {router['ratio_source']}" if router["ratio"] is not None else ""
     return [
+        *([("emulated", emulated_text(snapshot["emulated"]))] if snapshot.get("emulated") else []),
         ("pools", f"I_cpu {quantity(router['i_cpu'])}  I_gpu {quantity(router['i_gpu'])}  "
                   f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}  "
                   f"R {number(router['ratio'])}{source}  B_cpu {number(router['budget_cpu'])}"),
@@ -86,6 +87,13 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
         ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
     ]
+
+
+def emulated_text(emulated: Json) -> str:
+    scale = emulated["scale"]
+    speed = "" if scale == 1 else f", {scale:g} times as fast as it says"
+    answers = "true answers" if emulated["answers"] == "demo" else "no model: answers mean nothing"
+    return f"devices by profile {emulated['profile']}{speed}; {answers}"
 
 
 def worker_cells(worker: Json) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from epdd.config import Fleet
+from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet.channel import Channel
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
@@ -278,6 +279,8 @@ def _place(spec: WorkerSpec) -> str:
     return f"CPUs {ranges(spec.cpus)}{where}" if spec.cpus else f"any CPUs{where}"
 
 
-def preload_modules(model_type: str) -> list[str]:
+def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
     """What the fork server imports once, by name: the daemon itself imports none of it."""
+    if emulation is not None and not emulation.needs_torch:
+        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
     return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]

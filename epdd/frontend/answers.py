@@ -169,7 +169,8 @@ class Chunks:
         return chunk
 
 
-def model_card(name: str, created: int, context_max: int) -> _Json:
+def model_card(name: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
     """An entry of /v1/models; benchmark clients read `root` too."""
     return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": name, "parent": None,
-            "max_model_len": context_max, "input_modalities": ["text", "image"]}
+            "max_model_len": context_max, "input_modalities": ["text", "image"],
+            **({} if emulated is None else {"emulated": emulated})}

@@ -128,7 +128,7 @@ class _Pages:
 
     def _card(self) -> dict[str, Any]:
         context = self._context
-        return model_card(context.model_name, context.created, context.context_max())
+        return model_card(context.model_name, context.created, context.context_max(), context.emulated)
 
 
 def _by_role(status: dict[str, Any]) -> dict[str, dict[str, int]]:

@@ -44,3 +44,4 @@ class Context:
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     stats: RequestStats                     # its snapshot() is the "requests" part of status
+    emulated: dict[str, Any] | None = None  # what is said of an emulated fleet

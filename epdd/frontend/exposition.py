@@ -70,6 +70,10 @@ class _StatusCollector(Collector):
         status = self._read()
         yield from self._requests()
         yield from _simple(status)
+        if emulated := status.get("emulated"):
+            label = GaugeMetricFamily("epdd_emulated", "1: emulated devices", labels=["profile", "answers", "scale"])
+            label.add_metric([emulated["profile"], emulated["answers"], f"{emulated['scale']:g}"], 1)
+            yield label
         yield from _workers(status.get("workers", []), status.get("router", {}))
 
     def _requests(self) -> Iterator[Metric]:

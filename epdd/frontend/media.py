@@ -21,6 +21,7 @@ from epdd.frontend import image_header
 from epdd.frontend.budget import Budget, Share
 from epdd.frontend.fetch import Fetcher
 from epdd.frontend.messages import ImageRef
+from epdd.wire import content_hash
 
 BACKGROUND = "white"        # what encoders paint under transparent pixels: part of the cache key
 _INLINE_BYTES = 1 << 16     # under a millisecond of decoding and hashing: larger files go to a thread
@@ -107,9 +108,8 @@ class Media:
         grid = self._family.grid(width, height, min_pixels, max_pixels)
         # Everything that changes an image's embedding, so that no two embeddings share a key.
         facts = f"{self._family.folder}\0{min_pixels}\0{max_pixels}\0{BACKGROUND}\0".encode()
-        key = hashlib.blake2b(facts, digest_size=20)
-        key.update(data)
-        return Image(data, width, height, grid, self._family.rows(grid), key.hexdigest())
+        key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
+        return Image(data, width, height, grid, self._family.rows(grid), key)
 
     def _bytes_max(self, url: str) -> int:
         """What the file can have at most, known before it is read."""

@@ -26,7 +26,8 @@ class Status:
     """Knows where each number lives."""
 
     def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, seating: Seating,
-                 leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats) -> None:
+                 leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats,
+                 emulated: dict[str, Any] | None = None) -> None:
         self._config = config
         self._family = family
         self._model_name = model_name
@@ -36,6 +37,7 @@ class Status:
         self._encoding = encoding
         self._admission = admission
         self._stats = stats
+        self._emulated = emulated
         self._started = time.monotonic()
         self.port = config.server.port      # the real one once the listener is up
 
@@ -72,6 +74,7 @@ class Status:
             "uptime_s": time.monotonic() - self._started, "rss_bytes": resident_bytes(os.getpid()),
             "model": {"name": self._model_name, "path": self._family.folder, "type": self._family.model_type,
                       "context_max": self._admission.context_max()},
+            "emulated": self._emulated,     # null: the devices are real
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
             "placement": {"changes": self._seating.changes, "error": self._seating.error},

@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epdd.config import Config
+from epdd.emulation import Emulation
 from epdd.families import Family
 from epdd.hardware.topology import Topology
-from epdd.placement import counts, domains, seats, sizes
+from epdd.placement import counts, domains, emulated, seats, sizes
 from epdd.placement.explain import explain
 from epdd.placement.sizes import arena_bytes
 from epdd.wire import WorkerSpec
@@ -28,13 +29,17 @@ class Plan:
     why: list[str]              # one line for each decision
 
 
-def plan(topology: Topology, config: Config, family: Family, arena_bytes: int) -> list[WorkerSpec]:
+def plan(topology: Topology, config: Config, family: Family, arena_bytes: int,
+         emulation: Emulation | None = None) -> list[WorkerSpec]:
     """The workers: encoders on GPUs, encoders on CPUs, then prefill-decode.  Raises PlacementError."""
-    return decide(topology, config, family, arena_bytes).specs
+    return decide(topology, config, family, arena_bytes, emulation).specs
 
 
-def decide(topology: Topology, config: Config, family: Family, arena_bytes: int) -> Plan:
-    """The workers and the reasons.  Raises PlacementError."""
+def decide(topology: Topology, config: Config, family: Family, arena_bytes: int,
+           emulation: Emulation | None = None) -> Plan:
+    """The workers and the reasons; with an emulation those of its profile.  Raises PlacementError."""
+    if emulation is not None:
+        return Plan(*emulated.decide(emulation, config, family, arena_bytes))
     asked = seats.asked(topology, config.worker)
     parts, why = domains.read(topology, {cpu for seat in asked for cpu in seat.cpus})
     decided, more = counts.decide(topology, config, len(parts), asked)

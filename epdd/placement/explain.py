@@ -17,9 +17,10 @@ def explain(specs: Sequence[WorkerSpec], topology: Topology, why: Sequence[str] 
     header = ("WORKER", "DEVICE", "NUMA", "CPUS", "THREADS", "MEMORY")
     rows = [header]
     for spec in specs:
-        memory = f"KV {size_text(spec.kv_bytes)}" if spec.role == "pd" else f"arena {size_text(spec.arena_slice[1])}"
+        kv = size_text(spec.kv_bytes) if spec.kv_bytes else f"{spec.kv_tokens} tokens"
+        memory = f"KV {kv}" if spec.role == "pd" else f"arena {size_text(spec.arena_slice[1])}"
         node = "-" if spec.numa_node is None else str(spec.numa_node)
-        rows.append((spec.name, spec.device, node, ranges(spec.cpus), str(spec.threads), memory))
+        rows.append((spec.name, spec.device, node, ranges(spec.cpus) or "-", str(spec.threads), memory))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     left = {cpu.id for cpu in topology.cpus}.difference(*(spec.cpus for spec in specs))

@@ -26,6 +26,7 @@ from epdd.errors import EpddError, StartupError
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 PR_SET_NAME = 15
 
@@ -58,7 +59,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
-        abilities = importlib.import_module("epdd.worker.load").abilities(spec.device)
+        abilities = ("emulated",) if spec.pace else importlib.import_module("epdd.worker.load").abilities(spec.device)
         connection.send(msgspec.structs.replace(ready, binding=binding, abilities=abilities,
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
@@ -80,20 +81,27 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
         connection.flush()
 
     told("import", 0.0)
-    torch = importlib.import_module("torch")
-    # spec.device counts as NVML does: all GPUs, in the order of the bus.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    torch.set_num_threads(spec.threads)
-    torch.set_num_interop_threads(1)
-    module, name = ROLES[spec.role]
+    if spec.pace is None or spec.pace.answers == "demo":
+        _set_up_torch(spec.threads)
+    module, name = (EMULATED if spec.pace else ROLES)[spec.role]
     role_class = getattr(importlib.import_module(module), name)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena)
     told("weights", 0.0)
-    role = role_class(spec, mapping, connection.send)
+    # An emulated role lets time pass by waiting for the socket.
+    waiting = (connection.wait,) if spec.pace else ()
+    role = role_class(spec, mapping, connection.send, *waiting)
     told("warm-up", 0.0)
     return role, role.warm_up(lambda done: told("warm-up", done))
+
+
+def _set_up_torch(threads: int) -> None:
+    torch = importlib.import_module("torch")
+    # spec.device counts as NVML does: all GPUs, in the order of the bus.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
 
 
 def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:

@@ -45,6 +45,15 @@ def test_before_anything_is_known():
     assert "latency   -;  first token -" in text
 
 
+@pytest.mark.parametrize("answers, scale, line", [
+    ("rows", 1.0, "emulated  devices by profile box; no model: answers mean nothing"),
+    ("demo", 2.5, "emulated  devices by profile box, 2.5 times as fast as it says; true answers")])
+def test_emulated_devices_are_told_first(answers, scale, line):
+    made = snapshot(emulated={"profile": "box", "about": "a box", "answers": answers, "scale": scale})
+    lines = render.status(made).splitlines()
+    assert lines[lines.index(line) + 1].startswith("pools ")
+
+
 @pytest.mark.parametrize("policy, shown", [("bind:2", "bind:2"), ("default", "1"), (None, "1")])
 def test_the_memory_policy_in_force_is_shown(policy, shown):
     assert render.worker_cells(worker("pd/0", numa_node=1, mem_policy=policy))[2] == shown

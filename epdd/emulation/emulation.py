@@ -1,0 +1,66 @@
+"""A profile as the daemon uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from epdd import config
+from epdd.emulation.profile import Profile, read
+from epdd.errors import ConfigError, ModelError
+from epdd.families import Family
+from epdd.pace import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
+
+# What a PD worker without a model says, over and over.
+TEXT = "This answer is emulated: no model has seen the question or the pictures. "
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One emulated fleet."""
+
+    profile: Profile
+    scale: float                    # how many times faster than the profile says
+    text: tuple[int, ...]           # token ids of TEXT
+
+    def family(self, family: Family) -> Family:
+        """`family` with the sizes of the profile's model; placeholders, tokenizer and template stay its own."""
+        context_max = min(group.context_max for group in self.profile.pd)
+        model = self.profile.model
+        if model is None:
+            return replace(family, context_max=min(context_max, family.context_max))
+        return replace(family, patch=model.patch, merge=model.merge, min_pixels=model.min_pixels,
+                       max_pixels=model.max_pixels, hidden=model.hidden, planes=model.planes, context_max=context_max)
+
+    def pace(self, group: EncoderGroup | PrefillDecodeGroup) -> Pace:
+        """For the spec of a worker of this group."""
+        profile = self.profile
+        return Pace(answers=profile.answers, scale=self.scale, seed=profile.seed, group=group, model=profile.model,
+                    text=self.text)
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether a real model computes the answers."""
+        return self.profile.answers == "demo"
+
+    def label(self) -> dict[str, Any]:
+        """What status, metrics and model list say of it."""
+        return {"profile": self.profile.name, "about": self.profile.about, "answers": self.profile.answers,
+                "scale": self.scale}
+
+
+def load(settings: config.Emulation, folder: str) -> Emulation | None:
+    """The fleet to emulate, for the checkpoint in `folder`; None: the real one.  Raises ConfigError, ModelError."""
+    if not settings.profile:
+        return None
+    if settings.scale and not SCALE_MIN <= settings.scale <= SCALE_MAX:
+        raise ConfigError(f"emulation.scale is {settings.scale:g}; 0, or {SCALE_MIN:g} to {SCALE_MAX:g}")
+    profile = read(settings.profile)
+    try:
+        text = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+    except Exception as error:      # its own plain Exception is all that tokenizers raises
+        raise ModelError(f"{folder}: tokenizer.json cannot be used ({error})") from None
+    return Emulation(profile, settings.scale or profile.scale, tuple(text))

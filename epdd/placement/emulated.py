@@ -1,0 +1,73 @@
+"""The workers of an emulated fleet: those of its profile, bound to nothing, whatever this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import TypeVar
+
+from epdd import arena
+from epdd.config import Config
+from epdd.emulation import Emulation
+from epdd.errors import PlacementError
+from epdd.families import Family
+from epdd.pace import EncoderGroup, PrefillDecodeGroup
+from epdd.wire import WorkerSpec
+from epdd.wishes import Count, Workers
+from epdd.wishes import count as asked_count
+
+G = TypeVar("G", EncoderGroup, PrefillDecodeGroup)
+
+
+def decide(emulation: Emulation, config: Config, family: Family,
+           arena_bytes: int) -> tuple[list[WorkerSpec], list[str]]:
+    """Specs, encoders first, both in the profile's order, and why.
+
+    `encoder.workers` and `pd.workers` leave workers out ("gpu:1" leaves the CPUs out).  Raises PlacementError where
+    they ask for more than the profile has, or where [[worker]] tables ask for real seats.
+    """
+    profile = emulation.profile
+    if config.worker:
+        raise PlacementError("[[worker]] tables place real workers; the emulated fleet is the profile's "
+                             "(encoder.workers and pd.workers leave workers out)")
+    gpus = count()
+    encoders = _chosen(profile.encoder, config.encoder.workers, "encoder")
+    slices = arena.slices(arena_bytes, len(encoders))
+    specs = []
+    for i, group in enumerate(encoders):
+        specs.append(_spec(emulation, config, family, arena_bytes, group, f"encoder/{i}", gpus, arena_slice=slices[i]))
+    for i, pd in enumerate(_chosen(profile.pd, config.pd.workers, "pd")):
+        specs.append(_spec(emulation, config, family, arena_bytes, pd, f"pd/{i}", gpus,
+                           kv_tokens=config.pd.kv_tokens or pd.kv_tokens,
+                           context_max=min(config.model.context_max or pd.context_max, pd.context_max)))
+    return specs, [f"the fleet is emulated: profile {profile.name}, {profile.about}",
+                   "emulated workers are bound to nothing; their devices are labels"]
+
+
+def _chosen(groups: Sequence[G], workers: Workers, role: str) -> list[G]:
+    """The group of each worker that shall exist.  Raises PlacementError."""
+    everyone = [group for group in groups for _ in range(group.count)]
+    asked: Count = asked_count(workers, f"{role}.workers")
+    if not asked.total:
+        return everyone
+    left = dict(zip(("gpu", "cpu"), asked.split)) if asked.split else {"": asked.total}
+    chosen = []
+    for group in everyone:
+        key = group.kind if asked.split else ""
+        if left[key]:
+            left[key] -= 1
+            chosen.append(group)
+    if any(left.values()):
+        there = [f"{kind}:{sum(group.kind == kind for group in everyone)}" for kind in ("gpu", "cpu")]
+        raise PlacementError(f"{role}.workers is {workers!r}; the profile has {','.join(there)}")
+    return chosen
+
+
+def _spec(emulation: Emulation, config: Config, family: Family, arena_bytes: int,
+          group: EncoderGroup | PrefillDecodeGroup, name: str, gpus: Iterator[int], **options: object) -> WorkerSpec:
+    fields: dict[str, object] = dict(
+        name=name, role=name.partition("/")[0], device="cpu" if group.kind == "cpu" else f"cuda:{next(gpus)}",
+        cpus=(), numa_node=None, threads=1, model=family.folder, dtype=config.model.dtype, arena_bytes=arena_bytes,
+        token_budget=config.pd.token_budget, batch_max=config.pd.batch_max, log_level=config.log.level,
+        pace=emulation.pace(group))
+    return WorkerSpec(**{**fields, **options})  # type: ignore[arg-type]

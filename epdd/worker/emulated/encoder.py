@@ -1,0 +1,85 @@
+"""The emulated encoder role: one image after another, each for as long as the time model says."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from epdd import families, wire
+from epdd.arena import Mapping
+from epdd.errors import ProtocolError
+from epdd.pace import Clock
+from epdd.worker.emulated import rows
+from epdd.worker.emulated.paced import Paced, encoder_pace
+from epdd.worker.loop import Send
+
+
+class Encoder(Paced):
+    """Paces a core that encodes for real, or writes rows of true size."""
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
+                 wait: Callable[[float], None], clock: Clock | None = None) -> None:
+        """Raises StartupError where the demo model cannot be loaded."""
+        pace, self._group = encoder_pace(spec)
+        super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
+        self._answers: list[wire.FromWorker] = []
+        if pace.model is not None:
+            self._core: Any = rows.Encoder(spec, arena, self._answers.append)
+        else:
+            real = importlib.import_module("epdd.worker.encoder").Encoder
+            self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
+        self._waiting: deque[tuple[wire.Encode, bytes, float]] = deque()     # with its arrival
+        self._family = families.load(spec.model)
+        self._patches_max = self._family.rows_max * self._family.merge ** 2
+        if pace.model is not None:
+            self._patches_max = pace.model.max_pixels // pace.model.patch ** 2
+        self._steps = 0
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """Queue an image.  Raises ProtocolError on another role's work."""
+        if not isinstance(message, wire.Encode):
+            raise ProtocolError(f"an encoder cannot do {type(message).__name__}")
+        self._waiting.append((message, raw, self.clock.now()))
+
+    def cancel(self, work_id: str) -> None:
+        """Drop an image that waits; one that has begun is encoded to its end, as on a real device."""
+        for job in self._waiting:
+            if job[0].id == work_id:
+                self._waiting.remove(job)
+                self._send(wire.Cancelled(work_id))
+                return
+
+    @property
+    def busy(self) -> bool:
+        return self.computing or bool(self._waiting)
+
+    def beat(self) -> wire.Beat:
+        return wire.Beat(steps=self._steps, running=int(self.computing), waiting=len(self._waiting))
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """The core's own; the samples are the profile's, and the emulated clock starts here."""
+        ready: wire.Ready = self._core.warm_up(progress)
+        samples = tuple((n, self.clock.real(s)) for n, s in self._group.samples(self._patches_max))
+        self._answers.clear()
+        self.clock.start()
+        return msgspec.structs.replace(ready, samples=samples)
+
+    def _begin(self) -> None:
+        message, raw, arrived = self._waiting.popleft()
+        self._core.submit(message, raw)
+        while self._core.busy:
+            self._core.step()
+        (answer,) = self._answers
+        self._answers.clear()
+        self._steps += 1
+        if not isinstance(answer, wire.Encoded):
+            self._send(answer)      # a refusal takes no device time
+            return
+        seconds = self._spend(arrived, self._group.image_seconds(math.prod(message.grid)))
+        self._held = [msgspec.structs.replace(answer, seconds=self.clock.real(seconds))]

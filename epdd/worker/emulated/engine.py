@@ -1,0 +1,85 @@
+"""The emulated prefill-decode role: continuous batching, each step for as long as the time model says.
+
+The real scheduler decides who is in a step (`worker/scheduler.py`), also for rows without a model.  A step of
+`prefill` prompt tokens and `decoding` sequences takes
+
+    max(decode.a, prefill / prefill_tokens_per_s) + decode.b * decoding + decode.c * decoding^2
+
+emulated seconds: weights are read once a step (a), or computing takes longer than that; each decoding sequence adds
+the reading of its own cache.  A mixed step is one pass, so a and the prompt's computing are not added.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from epdd import wire
+from epdd.arena import Mapping
+from epdd.pace import Clock
+from epdd.worker.emulated import rows
+from epdd.worker.emulated.paced import Paced, pd_pace
+from epdd.worker.loop import Send
+
+
+class Engine(Paced):
+    """Paces a core that generates for real, or says a fixed text."""
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
+                 wait: Callable[[float], None], clock: Clock | None = None) -> None:
+        """Raises StartupError where the demo model cannot be loaded."""
+        pace, self._group = pd_pace(spec)
+        super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
+        self._answers: list[wire.FromWorker] = []
+        if pace.model is not None:
+            self._core: Any = rows.Engine(spec, arena, self._answers.append)
+        else:
+            real = importlib.import_module("epdd.worker.emulated.demo").Engine
+            self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
+        self._arrived = 0.0         # of what ended the last idle time
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """Queue a request; a bad one is answered at once.  Raises ProtocolError on another role's work."""
+        if not self.busy:
+            self._arrived = self.clock.now()
+        self._core.submit(message, raw)
+        self._pass_on()
+
+    def cancel(self, work_id: str) -> None:
+        """Drop a request; what the present step has for it is not said any more."""
+        self._core.cancel(work_id)
+        if self._answers:       # it was not at its end yet
+            self._held = [message for message in self._held if getattr(message, "id", None) != work_id]
+        self._pass_on()
+
+    @property
+    def busy(self) -> bool:
+        return self.computing or bool(self._core.busy)
+
+    def beat(self) -> wire.Beat:
+        beat: wire.Beat = self._core.beat()
+        return beat
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """The core's own; the emulated clock starts here."""
+        ready: wire.Ready = self._core.warm_up(progress)
+        self._answers.clear()
+        self.clock.start()
+        return ready
+
+    def _begin(self) -> None:
+        self._core.step()
+        prefill, decoding = self._core.load
+        if not prefill + decoding:      # everybody was preempted: the next step computes
+            self._pass_on()
+            return
+        self._spend(self._arrived, self._group.step_seconds(prefill, decoding))
+        self._held = self._answers[:]
+        self._answers.clear()
+
+    def _pass_on(self) -> None:
+        for message in self._answers:
+            self._send(message)
+        self._answers.clear()

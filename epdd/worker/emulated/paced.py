@@ -1,0 +1,85 @@
+"""Holds a role's answers back until their modelled time, without drift.
+
+The real work is done at once when its modelled time begins; then the worker waits on its socket, so that beats,
+cancels and a hang-up are dealt with while it "computes".
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from epdd import wire
+from epdd.pace import Clock, EncoderGroup, Lane, Pace, PrefillDecodeGroup
+from epdd.worker.loop import Send
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.2           # the longest wait in one step: the loop beats in between
+# poll counts in whole milliseconds, rounded up: the last ones are slept.
+EXACT_S = 0.002
+
+
+class Paced:
+    """One piece of work at a time, and its answers.  Subclasses say what is next."""
+
+    def __init__(self, name: str, pace: Pace, send: Send, wait: Callable[[float], None], clock: Clock) -> None:
+        """`wait(seconds)` returns early when the socket has something to read."""
+        self._name, self._send, self._wait, self.clock = name, send, wait, clock
+        self.lane = Lane(pace.group, f"{pace.seed} {name}")
+        self.served = self.late = 0                     # pieces of work, and those that took longer than modelled
+        self._held: list[wire.FromWorker] = []          # goes out at the end of the present piece of work
+        self._end: float | None = None                  # that end, in emulated seconds
+
+    @property
+    def computing(self) -> bool:
+        """Whether a piece of work has begun and not ended by the emulated clock."""
+        return self._end is not None
+
+    def step(self) -> None:
+        """Begin the next piece of work, or wait a little for the present one's end; then its answers go out."""
+        if self._end is None:
+            self._begin()
+        if self._end is not None and self._reached(self._end):
+            held, self._held, self._end = self._held, [], None
+            for message in held:
+                self._send(message)
+
+    def _begin(self) -> None:
+        """Do the next piece of real work, `_spend` its time and hold its answers."""
+        raise NotImplementedError
+
+    def _spend(self, ready: float, seconds: float) -> float:
+        """Let the work just done, there from `ready` on, take its modelled `seconds`; those it does take."""
+        service = self.lane.serve(ready, seconds, self.clock.now())
+        self.served += 1
+        if service.late:
+            self.late += 1
+            if str(self.late).rstrip("0") == "1":       # at 1, 10, 100 ...
+                log.warning("%s was slower than its profile count=%s of=%s, now %.3f s where %.3f s are due",
+                            self._name, self.late, self.served, self.clock.real(service.end - service.start),
+                            self.clock.real(seconds))
+        self._end = service.end
+        return service.end - service.start
+
+    def _reached(self, end: float) -> bool:
+        left = self.clock.real(end - self.clock.now())
+        if left > EXACT_S:
+            self._wait(min(left - EXACT_S / 2, SLICE_S))
+            return False
+        if left > 0:
+            time.sleep(left)
+        return True
+
+
+def encoder_pace(spec: wire.WorkerSpec) -> tuple[Pace, EncoderGroup]:
+    """The pace of an encoder's spec."""
+    assert spec.pace is not None and isinstance(spec.pace.group, EncoderGroup)
+    return spec.pace, spec.pace.group
+
+
+def pd_pace(spec: wire.WorkerSpec) -> tuple[Pace, PrefillDecodeGroup]:
+    """The pace of a PD worker's spec."""
+    assert spec.pace is not None and isinstance(spec.pace.group, PrefillDecodeGroup)
+    return spec.pace, spec.pace.group

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-HEARD_MAX = 7               # images whose median corrects the fit: three outliers among them change nothing
-HEARD_S = 60.0              # older ones are forgotten: the load they tell of has passed
+HEARD_MAX = 5               # images whose median corrects the fit: two outliers among them change nothing
+HEARD_S = 300.0             # older ones are forgotten: the load they tell of has passed
 DOUBT = 3                   # until so many images were heard, the fit itself fills the median up
 DEFAULT_S_PER_PATCH = 1e-3  # before anything was measured
 SLOW_FACTOR = 1.5           # slower than its fit by this

@@ -145,9 +145,17 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)
                              if f.name != "worker"}
 
+POLICIES = {                                # router.policy, in the words of `epdctl policy`
+    "budget": "CPU encoders, as long as they have less in flight than their share of the GPUs' work",
+    "earliest": "whichever encoder finishes the image first, the queue before it counted",
+    "least-loaded": "whichever encoder has the least in flight; for comparison",
+    "round-robin": "each encoder in turn; for comparison",
+    "gpu-only": "GPU encoders alone, all where there is no GPU; for comparison",
+}
+
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "router.policy": ("budget", "earliest", "least-loaded", "round-robin", "gpu-only"),
+    "router.policy": tuple(POLICIES),
     "router.unit": ("request", "image", "patch"),
     "media.fetch": ("off", "allowlist", "public"),
     "log.level": ("debug", "info", "warning", "error"),

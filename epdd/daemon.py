@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from epdd import __version__, arena, config, emulation, families, log, placement
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
@@ -107,7 +109,7 @@ class Daemon:
     """All parts, made in the order they need each other."""
 
     def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
-                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None) -> None:
+                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None) -> None:
         self._settings = settings
         self._arguments = arguments
         self._stop = asyncio.Event()
@@ -123,13 +125,15 @@ class Daemon:
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
         self._seating = Seating(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
-        self._encoding = Encoding(self._supervisor, self._leases, settings, family)
-        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission)
+        self._history = History()
+        self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
+        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
         stats = RequestStats()
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats, label)
         self._context = Context(
-            config=settings, family=family, model_name=name, created=int(time.time()), pipeline=self._pipeline,
+            config=settings, family=family, model_name=name, created=int(time.time()),
+            pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
             stats=stats, emulated=label)
         self._terminal = terminal.Progress()
@@ -214,16 +218,35 @@ class Daemon:
             logger.error("reload refused, the old settings stay: %s", error.message)
         else:
             log.setup(fresh.log.level)
-            self._encoding.configure(fresh.router)
-            self._pipeline.fleet_changed()
+            self._route(fresh.router)
             # CPUs may have come or gone; settings of placement are those of the start.
             look = asyncio.create_task(self._seating.look(plan_anew=True))
             self._background.add(look)
             look.add_done_callback(self._background.discard)
-            logger.info("reloaded policy=%s ratio=%s level=%s", fresh.router.policy, fresh.router.ratio or "auto",
-                        fresh.log.level)
+            logger.info("reloaded level=%s", fresh.log.level)
         if self._announced:     # before that it would say that the start is over
             systemd.notify(READY="1")
+
+    def _route(self, router: config.Router) -> None:
+        """Route by these settings from now on."""
+        before, now = (" ".join(f"{key}={value}" for key, value in asdict(each).items())
+                       for each in (self._encoding.settings, router))
+        self._encoding.configure(router)
+        logger.info("router %s%s", now, f", before: {before}" if before != now else "")
+
+    def _policy(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Changes what the request names of [router], until the next change or reload; the settings in force then.
+
+        Raises ConfigError.
+        """
+        asked = {field.name: request[field.name] for field in fields(config.Router) if field.name in request}
+        if asked.get("ratio") == "auto":
+            asked["ratio"] = Config().router.ratio
+        if asked:
+            wanted = replace(self._settings, router=self._encoding.settings).with_values("router", asked, "policy")
+            config.validate(wanted)
+            self._route(wanted.router)
+        return self._status.router() | {"policies": config.POLICIES}
 
     def _verbs(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
         """What epdctl may ask for."""
@@ -235,7 +258,11 @@ class Daemon:
             return verb
         return {"status": lambda request: self._status.snapshot(), "drain": steer(self._supervisor.drain),
                 "resume": steer(self._supervisor.resume), "restart": steer(self._supervisor.restart),
-                "reload": lambda request: self._reload()}
+                "reload": lambda request: self._reload(), "policy": self._policy, "explain": self._explain}
+
+    def _explain(self, request: dict[str, Any]) -> Any:
+        """One request's way through the daemon, or without "request" a list of the last.  Raises NotFound."""
+        return self._history.explain(str(request["request"])) if "request" in request else self._history.last()
 
     def _changed(self, worker: Worker) -> None:
         """A worker's state or progress changed."""

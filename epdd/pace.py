@@ -1,4 +1,4 @@
-"""How an emulated worker spends its time: plain data that crosses in its spec, and the clock and lane that keep to it.
+"""How an emulated worker spends its time: plain data that crosses in its spec, a clock and a timeline.
 
 A profile file is made of these structs, so every value has been checked when a `Pace` exists.  No I/O here but
 reading the monotonic clock.
@@ -167,7 +167,7 @@ class Service(Struct, frozen=True):
     late: bool                          # the real work took longer than the model says
 
 
-class Lane:
+class Timeline:
     """One piece of work after another, each beginning where the last one ended if it was there by then.
 
     Nothing here depends on when the process woke up, so that a busy machine's latencies do not add up.

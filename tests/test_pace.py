@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epdd.pace import Clock, EncoderGroup, Formula, Lane, PrefillDecodeGroup, Slow
+from epdd.pace import Clock, EncoderGroup, Formula, Timeline, PrefillDecodeGroup, Slow
 
 
 def encoders(**fields) -> EncoderGroup:
@@ -20,10 +20,10 @@ JOBS = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3)), min_size=1, max_siz
 
 @given(JOBS)
 def test_services_follow_each_other_exactly(jobs):
-    lane, ready, last = Lane(encoders(), "x"), 0.0, 0.0
+    timeline, ready, last = Timeline(encoders(), "x"), 0.0, 0.0
     for pause, seconds in jobs:
         ready += pause
-        service = lane.serve(ready, seconds, done=0.0)
+        service = timeline.serve(ready, seconds, done=0.0)
         assert service.start == max(ready, last) and service.end == service.start + seconds and not service.late
         last = service.end
 
@@ -31,30 +31,30 @@ def test_services_follow_each_other_exactly(jobs):
 @given(JOBS, st.lists(st.floats(0, 1), min_size=40, max_size=40))
 def test_wake_up_latencies_do_not_add_up(jobs, latencies):
     """Work there from the start ends when the sum of its times says, however late the process noticed each end."""
-    lane, total = Lane(encoders(), "x"), 0.0
+    timeline, total = Timeline(encoders(), "x"), 0.0
     for (_, seconds), latency in zip(jobs, latencies):
-        noticed = lane.end + latency
-        service = lane.serve(0.0, seconds, done=min(noticed, lane.end + seconds))
+        noticed = timeline.end + latency
+        service = timeline.serve(0.0, seconds, done=min(noticed, timeline.end + seconds))
         total += seconds
         assert math.isclose(service.end, total) and not service.late
 
 
 def test_real_work_that_takes_longer_sets_the_pace():
-    lane = Lane(encoders(), "x")
-    assert lane.serve(0.0, 1.0, done=1.5).late
-    assert lane.end == 1.5 and lane.serve(0.0, 1.0).end == 2.5
+    timeline = Timeline(encoders(), "x")
+    assert timeline.serve(0.0, 1.0, done=1.5).late
+    assert timeline.end == 1.5 and timeline.serve(0.0, 1.0).end == 2.5
 
 
 def test_slowdowns_begin_at_their_moment():
-    lane = Lane(encoders(slow=(Slow(2.0, 3.0), Slow(8.0, 0.5))), "x")
-    ends = [lane.serve(0.0, 1.0).end for _ in range(6)]
+    timeline = Timeline(encoders(slow=(Slow(2.0, 3.0), Slow(8.0, 0.5))), "x")
+    ends = [timeline.serve(0.0, 1.0).end for _ in range(6)]
     assert ends == [1.0, 2.0, 5.0, 8.0, 8.5, 9.0]
 
 
 def test_jitter_has_mean_one_and_follows_its_seed():
     def times(seed):
-        lane = Lane(encoders(jitter=0.5), seed)
-        return [lane.serve(1e9 * i, 1.0).end - 1e9 * i for i in range(4000)]
+        timeline = Timeline(encoders(jitter=0.5), seed)
+        return [timeline.serve(1e9 * i, 1.0).end - 1e9 * i for i in range(4000)]
 
     assert times("a") == times("a") != times("b")
     assert 0.95 < sum(times("a")) / 4000 < 1.05 and min(times("a")) < 0.5

@@ -69,9 +69,9 @@ def _listens(path: Path) -> bool:
     return True
 
 
-def ask(path: Path, verb: str, worker: str | None = None) -> Any:
+def ask(path: Path, verb: str, **fields: Any) -> Any:
     """The daemon's answer to one verb.  Raises NotRunning, CtlError when it refuses or does not answer."""
-    request = {"verb": verb} if worker is None else {"verb": verb, "worker": worker}
+    request = {"verb": verb, **fields}
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(ANSWER_S)

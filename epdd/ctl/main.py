@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from epdd import __version__
-from epdd.ctl import client, machine
+from epdd.ctl import client, machine, routing
 
 # What a worker's state is once the verb has had its effect.
 EFFECTS = {"drain": ("DRAINING", "GONE"), "resume": ("READY", "STARTING")}
@@ -50,7 +50,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _steer(args: argparse.Namespace) -> int:
-    state = client.ask(client.socket_of(args.socket), args.verb, args.worker)
+    state = client.ask(client.socket_of(args.socket), args.verb, worker=args.worker)
     if state not in EFFECTS[args.verb]:
         raise client.CtlError(f"cannot {args.verb} {args.worker}: it is {state}")
     print(f"{args.worker} {state}")
@@ -58,7 +58,7 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _restart(args: argparse.Namespace) -> int:
-    client.ask(client.socket_of(args.socket), "restart", args.worker)
+    client.ask(client.socket_of(args.socket), "restart", worker=args.worker)
     print(f"{args.worker} restarts")
     return 0
 
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(run=_status)
 
     machine.add_verbs(verbs)
+    routing.add_verbs(verbs)
 
     for name, run, text in (("drain", _steer, "let a worker finish what it has and give it nothing new"),
                             ("resume", _steer, "give a drained worker work again, or try a failed one anew"),

@@ -57,6 +57,8 @@ def notes(snapshot: Json) -> list[str]:
     for worker in snapshot["workers"]:
         if worker["warning"]:
             found.append(f"{worker['name']}: {worker['warning']}")
+        if worker["slow"]:
+            found.append(f"{worker['name']} is {_slowness(worker)} slower than at its start")
         if worker["restarts"]:
             why = f", last because: {worker['last_error']}" if worker["last_error"] else ""
             found.append(f"{worker['name']} restarted {count(worker['restarts'], 'time')}{why}")
@@ -66,14 +68,16 @@ def notes(snapshot: Json) -> list[str]:
 def facts(snapshot: Json) -> list[tuple[str, str]]:
     """(name, values) for pools, arena, cache and requests."""
     router, arena, cache, requests = (snapshot[name] for name in ("router", "arena", "cache", "requests"))
-    source = f" {router['ratio_source']}" if router["ratio"] is not None else ""
+    oldest = f"; the oldest for {seconds(router['oldest_s'])}" if router["queue_jobs"] else ""
     return [
         *([("emulated", emulated_text(snapshot["emulated"]))] if snapshot.get("emulated") else []),
-        ("pools", f"I_cpu {quantity(router['i_cpu'])}  I_gpu {quantity(router['i_gpu'])}  "
-                  f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}  "
-                  f"R {number(router['ratio'])}{source}  B_cpu {number(router['budget_cpu'])}"),
-        ("queue", f"{count(router['queue_jobs'], 'image')} waiting, {count(router['queue_cost'], router['unit'])}; "
-                  f"policy {router['policy']}, in flight counted by {router['unit']}"),
+        ("router", f"policy {router['policy']}, in flight counted by {router['unit']}, "
+                   f"slack {number(router['slack'])}, R {ratio(router)}"),
+        ("pools", f"I_cpu {quantity(router['i_cpu'])}  B_cpu {number(router['budget_cpu'])}  "
+                  f"I_gpu {quantity(router['i_gpu'])}  "
+                  f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}"),
+        ("queue", f"{count(router['queue_jobs'], 'image')} waiting, {count(router['queue_cost'], router['unit'])}"
+                  f"{oldest}"),
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
@@ -106,27 +110,36 @@ def worker_cells(worker: Json) -> tuple[str, ...]:
     if (policy := worker.get("mem_policy")) and policy != "default":
         node = policy
     return (worker["name"], worker["device"], node, shorten(ranges(worker["cpus"] or ()) or "-", CPUS_COLUMNS),
-            state_text(worker), work, _rate(worker), quantity(worker["done"]), size(worker["rss_bytes"]), _kv(worker))
+            state_text(worker), work, _rate(worker), quantity(worker["done"]), size(worker["rss_bytes"]),
+            _percent(level(worker)))
 
 
-HEADER = ("WORKER", "DEVICE", "NUMA", "CPUS", "STATE", "IN FLIGHT", "RATE", "DONE", "MEMORY", "KV")
-RIGHT = frozenset({"NUMA", "RATE", "DONE", "MEMORY", "KV"})
+# The last column: an encoder's share of the work encoded in about the last minute, a PD worker's used KV cache.
+LEVEL = "SHARE/KV"
+HEADER = ("WORKER", "DEVICE", "NUMA", "CPUS", "STATE", "IN FLIGHT", "RATE", "DONE", "MEMORY", LEVEL)
+RIGHT = frozenset({"NUMA", "RATE", "DONE", "MEMORY", LEVEL})
 
 
 def state_text(worker: Json) -> str:
     state = str(worker["state"])
     if state == "STARTING" and worker.get("stage"):
         return f"{worker['stage']} {100 * (worker['progress'] or 0):.0f}%"
-    return state
+    return f"{_slowness(worker)} slower" if state == "READY" and worker["slow"] else state
 
 
 def state_style(worker: Json) -> str:
+    if worker["state"] == "READY" and worker["slow"]:
+        return "yellow"
     return STYLES.get(str(worker["state"]).lower(), "red")
 
 
 def _table(workers: Sequence[Json], paint: Paint) -> list[str]:
     rows = [HEADER, *map(worker_cells, workers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    place = HEADER.index("CPUS")
+    if (over := sum(widths) + 2 * len(widths) - 2 - COLUMNS) > 0:
+        widths[place] = max(len("CPUS"), widths[place] - over)
+        rows = [(*row[:place], shorten(row[place], widths[place]), *row[place + 1:]) for row in rows]
     lines = []
     for worker, row in zip([None, *workers], rows):
         cells = [cell.rjust(width) if name in RIGHT else cell.ljust(width)
@@ -144,10 +157,27 @@ def _rate(worker: Json) -> str:
     return "-" if worker["rate_per_s"] is None else f"{number(worker['rate_per_s'])} {unit}"
 
 
-def _kv(worker: Json) -> str:
-    if not worker["kv_tokens"]:
-        return "-"
-    return f"{100 * (worker['kv_used'] or 0) / worker['kv_tokens']:.0f}%"
+def level(worker: Json) -> float | None:
+    """What the last column shows of a worker, 0 to 1."""
+    if worker["role"] == "encoder":
+        return None if worker["share"] is None else float(worker["share"])
+    return (worker["kv_used"] or 0) / worker["kv_tokens"] if worker["kv_tokens"] else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def _slowness(worker: Json) -> str:
+    return f"{worker['slowness']:.1f}x"
+
+
+def ratio(router: Json) -> str:
+    """R in force and, where it was set, what was measured: "6.21 measured", "8 set, 6.21 measured", "-"."""
+    measured = f"{number(router['ratio_measured'])} measured"
+    if router["ratio_set"] is not None:
+        return f"{number(router['ratio_set'])} set" + (f", {measured}" if router["ratio_measured"] is not None else "")
+    return "-" if router["ratio"] is None else measured
 
 
 def _share(hits: int | None, misses: int | None) -> str:

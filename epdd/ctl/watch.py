@@ -63,24 +63,24 @@ def _workers(workers: list[Json], wide: bool) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     shown = [i for i, name in enumerate(render.HEADER) if wide or name not in WIDE_ONLY]
     for name in (render.HEADER[i] for i in shown):
-        right = name in render.RIGHT and name != "KV"
+        right = name in render.RIGHT and name != render.LEVEL
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for worker in workers:
         cells: list[RenderableType] = list(render.worker_cells(worker))
         cells[render.HEADER.index("STATE")] = Text(render.state_text(worker), style=render.state_style(worker))
-        cells[render.HEADER.index("KV")] = _last_cell(worker)
+        cells[render.HEADER.index(render.LEVEL)] = _last_cell(worker)
         table.add_row(*(cells[i] for i in shown))
     return table
 
 
 def _last_cell(worker: Json) -> RenderableType:
-    """Progress while a worker loads, its KV cache afterwards."""
+    """Progress while a worker loads; afterwards an encoder's share of the work, or a PD worker's KV cache."""
     if worker["state"] == "STARTING":
         return _bar(worker["progress"] or 0.0, "yellow")
-    if worker["kv_tokens"]:
-        used = (worker["kv_used"] or 0) / worker["kv_tokens"]
-        return _bar(used, _level(used))
-    return Text("-", style="dim")
+    level = render.level(worker)
+    if level is None:
+        return Text("-", style="dim")
+    return _bar(level, "cyan" if worker["role"] == "encoder" else _level(level))
 
 
 def _facts(snapshot: Json) -> Table:

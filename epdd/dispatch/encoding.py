@@ -10,6 +10,7 @@ from itertools import count
 
 from epdd.config import Config
 from epdd.config import Router as RouterConfig
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Embedding, Leases
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
@@ -18,7 +19,7 @@ from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wir
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import State, Worker
+from epdd.fleet.worker import Rate, State, Worker
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 2
 PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
 PATIENCE_MIN_S = 60.0       # and at least this
+SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,22 +43,26 @@ class ImageJob(Job):
 class Encoding:
     """The encode stage.  Everything happens in the event loop, between two awaits."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family) -> None:
+    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family,
+                 history: History) -> None:
         # A typical image, until some have come: half of the largest size.
         typical = max(1, family.rows_max * family.merge ** 2 // 2)
-        router = config.router
+        self.settings = router = config.router      # in force: a file's, or an operator's of the moment
         self.router = Router(router.policy, router.unit, router.ratio, router.slack, config.encoder.ahead_s, typical)
         self._supervisor = supervisor
         self._leases = leases
         self._family = family
+        self._history = history
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[Embedding, ImageJob] = {}
+        self._patches: dict[str, Rate] = {}         # encoded, by worker
         self._ids = count()
         self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, router: RouterConfig) -> None:
         """Route by other rules from now on; what is in flight stays where it is."""
+        self.settings = router
         self.router.configure(router.policy, router.unit, router.ratio, router.slack, time.monotonic())
         self.pump()
 
@@ -104,6 +110,8 @@ class Encoding:
         assert isinstance(job, ImageJob)
         embedding, image = job.embedding, job.embedding.image
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
+        self._history.handed_over(embedding, worker.name, choice.reason, time.monotonic() - job.queued,
+                                  self.model(worker).predict(image.patches))
         message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * self.model(worker).predict(image.patches))
         self._leases.hold(embedding)
@@ -120,6 +128,7 @@ class Encoding:
         """The worker's last word on an image."""
         embedding = job.embedding
         job.work = None
+        self._history.encoding_ended(embedding, event)
         if isinstance(event, Encoded):
             # Before the router looks at the worker again.
             self.model(worker).observe(job.patches, event.seconds, time.monotonic())
@@ -164,8 +173,21 @@ class Encoding:
             return
         worker.done += 1
         worker.rate.add(1)
+        self._patches.setdefault(worker.name, Rate(SHARE_S)).add(image.patches)
         del self._jobs[job.embedding]
         self._leases.written(job.embedding, event.bytes, event.dtype)
+
+    def share(self, worker: Worker) -> float | None:
+        """The encoder's part, 0 to 1, of the patches encoded in about the last minute; None if there were none."""
+        rates = {name: rate.value() for name, rate in self._patches.items() if name in self._workers}
+        # A rate that decays never reaches zero; less than a patch is nothing.
+        if (total := sum(rates.values())) * SHARE_S < 1.0:
+            return None
+        return rates.get(worker.name, 0.0) / total
+
+    def slow(self, worker: Worker) -> bool:
+        """Whether the encoder has been slower than at its start for long."""
+        return self.model(worker).slow(time.monotonic())
 
     def model(self, worker: Worker) -> TimeModel:
         """The worker's time model, fitted anew after each restart."""

@@ -12,6 +12,7 @@ import msgspec
 
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.history import History, Trace
 from epdd.dispatch.leases import Embedding, Leases
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
@@ -31,11 +32,13 @@ Answer = tuple[int, Prefilled | Tokens | Done]
 class Pipeline:
     """Runs requests; holds nothing between them."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, encoding: Encoding, admission: Admission) -> None:
+    def __init__(self, supervisor: Supervisor, leases: Leases, encoding: Encoding, admission: Admission,
+                 history: History) -> None:
         self._supervisor = supervisor
         self._leases = leases
         self._encoding = encoding
         self._admission = admission
+        self._history = history
         self._changed = asyncio.Event()
 
     def fleet_changed(self) -> None:
@@ -49,26 +52,29 @@ class Pipeline:
         Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well.
         """
         started = False
-        for attempt in range(1, ATTEMPTS_MAX + 1):
-            try:
-                async with aclosing(self._attempt(request, attempt)) as answers:
-                    async for answer in answers:
-                        started = started or isinstance(answer[1], Tokens)
-                        yield answer
-                return
-            except WorkerLost as error:
-                if started or attempt == ATTEMPTS_MAX or not error.retryable:
-                    raise
-                log.warning("%s is placed again: %s", request.id, error.message)
+        with self._history.record(request) as trace:
+            for attempt in range(1, ATTEMPTS_MAX + 1):
+                try:
+                    async with aclosing(self._attempt(request, attempt, trace)) as answers:
+                        async for answer in answers:
+                            started = started or isinstance(answer[1], Tokens)
+                            yield answer
+                    return
+                except WorkerLost as error:
+                    trace.lost(error)
+                    if started or attempt == ATTEMPTS_MAX or not error.retryable:
+                        raise
+                    log.warning("%s is placed again: %s", request.id, error.message)
 
-    async def _attempt(self, request: Request, attempt: int) -> AsyncGenerator[Answer, None]:
+    async def _attempt(self, request: Request, attempt: int, trace: Trace) -> AsyncGenerator[Answer, None]:
         embeddings: list[Embedding] = []
         try:
             async with _Deadline(request.deadline):
                 if request.images:
-                    embeddings = await self._embed(request)
+                    embeddings = await self._embed(request, trace)
                 worker = await self._pd_worker()
-            async with aclosing(self._generate(request, attempt, worker, embeddings)) as answers:
+            trace.placed(worker.name)
+            async with aclosing(self._generate(request, attempt, worker, embeddings, trace)) as answers:
                 async for answer in answers:
                     yield answer
         finally:
@@ -82,9 +88,10 @@ class Pipeline:
             if embedding.refs == 0 and not embedding.ready:
                 self._encoding.abandon(embedding)
 
-    async def _embed(self, request: Request) -> list[Embedding]:
+    async def _embed(self, request: Request, trace: Trace) -> list[Embedding]:
         """Every image's embedding, ready; the caller releases them."""
         embeddings, fresh = await self._leases.acquire(request.images, self._admission.embedding_sizes(request))
+        trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
             patches = sum(embedding.image.patches for embedding in fresh)
@@ -101,6 +108,7 @@ class Pipeline:
         finally:
             for wait in waits:
                 wait.cancel()
+        trace.embedded()
         return embeddings
 
     async def _pd_worker(self) -> Worker:
@@ -115,8 +123,8 @@ class Pipeline:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _generate(self, request: Request, attempt: int, worker: Worker,
-                        embeddings: list[Embedding]) -> AsyncGenerator[Answer, None]:
+    async def _generate(self, request: Request, attempt: int, worker: Worker, embeddings: list[Embedding],
+                        trace: Trace) -> AsyncGenerator[Answer, None]:
         # Bounded by n * max_tokens small events, whatever the reader's speed.
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         works: list[Work] = []
@@ -137,6 +145,7 @@ class Pipeline:
                     holds[index]()
                     reading -= 1
                     if reading == 0:
+                        trace.prefilled()
                         self._release(embeddings)
                 elif isinstance(answer, Done):
                     open_choices -= 1

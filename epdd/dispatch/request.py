@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from epdd.wire import Sampling
@@ -43,3 +44,5 @@ class Request:
     spans: list[Placed] = field(default_factory=list)
     n: int = 1                      # answers
     deadline: float = 0.0           # loop.time() by which it must be done; 0: none
+    arrived: float = field(default_factory=time.monotonic)
+    client_id: str = ""             # the client's own name for it, if any; need not be unique

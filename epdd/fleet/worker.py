@@ -24,18 +24,19 @@ class State(enum.Enum):
 
 
 class Rate:
-    """Events a second over about the last RATE_WINDOW_S, decaying exponentially."""
+    """Events a second over about the last `window_s`, decaying exponentially."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self.window_s = window_s
         self._value = 0.0
         self._at = time.monotonic()
 
     def add(self, count: float) -> None:
-        self._value = self.value() + count / RATE_WINDOW_S
+        self._value = self.value() + count / self.window_s
         self._at = time.monotonic()
 
     def value(self) -> float:
-        return self._value * math.exp((self._at - time.monotonic()) / RATE_WINDOW_S)
+        return self._value * math.exp((self._at - time.monotonic()) / self.window_s)
 
 
 class Worker:

@@ -75,7 +75,8 @@ class ChatCompletions:
             context_max = context.context_max()
             prompt = await self._prompts.make(conversation, held.images, context_max)
             request = Request(id=ids.own(http), tokens=prompt.tokens, sampling=prompt.limit(chat.sampling, context_max),
-                              images=held.images, spans=prompt.spans, n=chat.n, deadline=deadline)
+                              images=held.images, spans=prompt.spans, n=chat.n, deadline=deadline,
+                              arrived=record.arrived, client_id=ids.client(http))
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
             return _Turn(http, chat, request, held, record, Answers(chat, request, self._vocabulary))
@@ -122,6 +123,7 @@ class ChatCompletions:
                     turn.record.tokens(delta.index, turn.answers.generated - before)
                     yield delta
                 if turn.answers.cut_short:
+                    self._context.history.answered(turn.request.id)
                     break
         assert turn.answers.ended, "the pipeline ended before its last Done"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from epdd.config import Config
+from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.families import Family
 from epdd.frontend.metrics import RequestStats
@@ -40,6 +41,7 @@ class Context:
     model_name: str
     created: int                            # unix seconds of the daemon's start
     pipeline: Pipeline
+    history: History                        # is told of answers that end before the pipeline does
     admission: Admission
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints

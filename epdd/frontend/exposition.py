@@ -1,4 +1,5 @@
-"""`/metrics`: requests and the daemon's status in Prometheus' text format.  Labels name workers and states only."""
+"""`/metrics`: requests and the daemon's status in Prometheus' text format.  Labels name workers, states
+and settings only."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ _GAUGES = (
     ("uptime_seconds", "Since the daemon's start", None, "uptime_s"),
     ("encode_queue_jobs", "Images that wait for an encoder", "router", "queue_jobs"),
     ("encode_queue_cost", "Their cost, in the router's unit", "router", "queue_cost"),
+    ("encode_queue_oldest_seconds", "How long the oldest of them has waited", "router", "oldest_s"),
     ("router_budget_cpu", "What the CPU encoders may have in flight", "router", "budget_cpu"),
-    ("router_ratio", "GPU encoder speed over CPU encoder speed", "router", "ratio"),
+    ("router_slack", "0: first come first served; more: small requests before large ones", "router", "slack"),
+    ("router_ratio", "GPU encoder speed over CPU encoder speed, in force", "router", "ratio"),
+    ("router_ratio_set", "The same, as the operator set it", "router", "ratio_set"),
+    ("router_ratio_measured", "The same, as measured", "router", "ratio_measured"),
     ("arena_bytes", "Shared memory for embeddings", "arena", "bytes"),
     ("arena_used_bytes", "Of it, leased or cached", "arena", "used_bytes"),
     ("arena_pinned_bytes", "Of it, in use by requests", "arena", "pinned_bytes"),
@@ -41,6 +46,11 @@ _WORKER_GAUGES = (
     ("worker_in_flight_cost", "Its cost: patches or tokens", "in_flight_cost"),
     ("worker_resident_bytes", "Resident memory", "rss_bytes"),
 )
+_ENCODER_GAUGES = (
+    ("worker_share", "Part of the patches encoded in about the last minute, 0 to 1", "share"),
+    ("worker_slowness", "Seconds an image takes over what its time model from the start says", "slowness"),
+)
+_ROUTER_LABELS = ("policy", "unit")
 _WORKER_COUNTERS = (
     ("worker_done", "Work finished", "done"),
     ("worker_failed", "Work failed", "failed"),
@@ -125,10 +135,20 @@ def _workers(workers: list[_Status], router: _Status) -> Iterator[Metric]:
     for pool in ("cpu", "gpu"):
         in_flight.add_metric([pool], router.get(f"i_{pool}") or 0)
     yield in_flight
+    settings = {label: str(router[label]) for label in _ROUTER_LABELS if label in router}
+    info = GaugeMetricFamily("epdd_router_info", "1, with the router's settings as labels", labels=list(settings))
+    info.add_metric(list(settings.values()), 1)
+    yield info
     states = GaugeMetricFamily("epdd_worker_state", "1 for the state the worker is in", labels=["worker", "state"])
     for worker in workers:
         states.add_metric([worker["name"], str(worker["state"]).lower()], 1)
     yield states
+    for name, text, key in _ENCODER_GAUGES:
+        gauge = GaugeMetricFamily(f"epdd_{name}", text, labels=["worker"])
+        for worker in workers:
+            if worker.get(key) is not None:
+                gauge.add_metric([worker["name"]], worker[key])
+        yield gauge
     for family, table in ((GaugeMetricFamily, _WORKER_GAUGES), (CounterMetricFamily, _WORKER_COUNTERS)):
         for name, text, key in table:
             metric = family(f"epdd_{name}", text, labels=["worker"])

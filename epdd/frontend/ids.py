@@ -21,14 +21,15 @@ def own(http: web.Request) -> str:
 
 def shown(http: web.Request) -> str:
     """For the x-request-id header: the client's, made harmless, or our own."""
-    return _client(http) or own(http)
+    return client(http) or own(http)
 
 
 def logged(http: web.Request) -> str:
     """Both, for log lines."""
-    client = _client(http)
-    return f"{own(http)} x_request_id={client}" if client else own(http)
+    given = client(http)
+    return f"{own(http)} x_request_id={given}" if given else own(http)
 
 
-def _client(http: web.Request) -> str:
+def client(http: web.Request) -> str:
+    """The client's X-Request-ID, made harmless; empty without one."""
     return _CLIENT_ODD.sub("", http.headers.get("X-Request-ID", ""))[:_CLIENT_CHARS_MAX]

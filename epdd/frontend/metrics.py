@@ -127,13 +127,13 @@ class Record:
 
     def __init__(self, stats: RequestStats) -> None:
         self._stats = stats
-        self._arrived = stats.clock()
+        self.arrived = stats.clock()
         self._last: dict[int, float] = {}       # choice -> when its last tokens came
         self.outcome = "completed"
 
     def age(self) -> float:
         """Seconds since arrival."""
-        return self._stats.clock() - self._arrived
+        return self._stats.clock() - self.arrived
 
     def accept(self) -> None:
         self._stats.counts["accepted"] += 1

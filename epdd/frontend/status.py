@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from epdd import __version__
@@ -78,7 +79,7 @@ class Status:
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
             "placement": {"changes": self._seating.changes, "error": self._seating.error},
-            "router": self._router(), "arena": self._arena(), "cache": self._cache(),
+            "router": self.router(), "arena": self._arena(), "cache": self._cache(),
             "requests": self._stats.snapshot() | {"running": self._admission.inside},
         }
 
@@ -102,7 +103,7 @@ class Status:
             "progress": worker.loading.done if worker.state is State.STARTING else None,
             "restarts": worker.restarts, "in_flight": worker.in_flight, "in_flight_cost": worker.in_flight_cost,
             "done": worker.done, "failed": worker.failed, "rate_per_s": worker.rate.value(),
-            "slowness": self._encoding.model(worker).correction if worker.role == "encoder" else None,
+            **self._pace(worker),
             "oldest_s": time.monotonic() - held[0].started if held else None,
             "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
             "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
@@ -113,14 +114,21 @@ class Status:
             "last_error": worker.last_error,
         }
 
-    def _router(self) -> dict[str, Any]:
+    def _pace(self, worker: Worker) -> dict[str, Any]:
+        if worker.role != "encoder":
+            return {"share": None, "slowness": None, "slow": False}
+        encoding = self._encoding
+        return {"share": encoding.share(worker), "slowness": encoding.model(worker).correction,
+                "slow": encoding.slow(worker)}
+
+    def router(self) -> dict[str, Any]:
+        """The router's settings in force, and the numbers that it decides by."""
         router = self._encoding.router
         pools, source = router.pools, self._encoding.ratio_source
         budget = router.budget(router.waiting)
-        return {
-            "policy": router.policy, "unit": pools.unit, "slack": router.slack,
+        return asdict(self._encoding.settings) | {
             "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
-            "ratio_measured": router.ratio_measured(),
+            "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
             "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],
             "n_cpu": pools.count[CPU], "n_gpu": pools.count[GPU],
             # Without GPUs the budget is unbounded, which JSON cannot say.

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from epdd.ctl import render
@@ -8,19 +10,20 @@ def test_the_whole_screen():
     assert render.status(snapshot()) == """\
 epdd 0.1.0  degraded  Qwen3-VL-8B (qwen3_vl)  http://0.0.0.0:8765  up 5 h 12 min
 
-WORKER     DEVICE  NUMA  CPUS          STATE        IN FLIGHT        RATE   DONE   MEMORY   KV
-encoder/0  cuda:0     0  1-2           READY        3 (12.3k)  31.4 img/s  81.2k    3 GiB    -
-encoder/1  cpu        0  4-15          READY        1 (4096)   5.21 img/s    12k  900 MiB    -
-encoder/2  cpu        1  17,19,21,2..  READY        0           4.8 img/s   9012  900 MiB    -
-encoder/3  cpu        2  -             weights 42%  0                   -      0  300 MiB    -
-encoder/4  cpu        3  49-63         READY        1 (2040)    5.3 img/s  11.9k  900 MiB    -
-pd/0       cuda:1     0  0             READY        8 (8512)    812 tok/s    30k    5 GiB  22%
-pd/1       cuda:2     1  16            READY        9 (8512)    812 tok/s    30k    5 GiB  44%
-pd/2       cuda:3     2  32            READY        10 (8512)   812 tok/s    30k    5 GiB  67%
-pd/3       cuda:4     3  48            READY        11 (8512)   812 tok/s    30k    5 GiB  89%
+WORKER     DEVICE  NUMA  CPUS          STATE        IN FLIGHT        RATE   DONE   MEMORY  SHARE/KV
+encoder/0  cuda:0     0  1-2           READY        3 (12.3k)  31.4 img/s  81.2k    3 GiB       67%
+encoder/1  cpu        0  4-15          READY        1 (4096)   5.21 img/s    12k  900 MiB       11%
+encoder/2  cpu        1  17,19,21,2..  3.1x slower  0           4.8 img/s   9012  900 MiB       10%
+encoder/3  cpu        2  -             weights 42%  0                   -      0  300 MiB         -
+encoder/4  cpu        3  49-63         READY        1 (2040)    5.3 img/s  11.9k  900 MiB       12%
+pd/0       cuda:1     0  0             READY        8 (8512)    812 tok/s    30k    5 GiB       22%
+pd/1       cuda:2     1  16            READY        9 (8512)    812 tok/s    30k    5 GiB       44%
+pd/2       cuda:3     2  32            READY        10 (8512)   812 tok/s    30k    5 GiB       67%
+pd/3       cuda:4     3  48            READY        11 (8512)   812 tok/s    30k    5 GiB       89%
 
-pools     I_cpu 6136  I_gpu 12.3k  N_cpu 4  N_gpu 1  R 6.21 measured  B_cpu 7911
-queue     3 images waiting, 6120 patches; policy budget, in flight counted by patch
+router    policy budget, in flight counted by patch, slack 1, R 6.21 measured
+pools     I_cpu 6136  B_cpu 7911  I_gpu 12.3k  N_cpu 4  N_gpu 1
+queue     3 images waiting, 6120 patches; the oldest for 1.24 s
 arena     3 GiB of 4 GiB used: 700 MiB in use, 2.3 GiB cached; 211 leases, 0 waiting
 cache     184 images, 2.3 GiB of 4 GiB
 lookups   51.2k hits (31%), 114.2k misses, 312 joined, 113k evicted
@@ -30,6 +33,7 @@ rate      3250 tokens/s, 46.7 images/s
 
 ! encoder/2: memory not bound to NUMA node 1: Operation not permitted; set_mempolicy may need
   CAP_SYS_NICE
+! encoder/2 is 3.1x slower than at its start
 ! encoder/2 restarted 2 times"""
 
 
@@ -41,7 +45,7 @@ def test_before_anything_is_known():
     blank["requests"] |= {"latency_s": {"p50": None, "p90": None, "p99": None, "count": 0}, "ttft_s": None,
                           "tokens_per_s": None}
     text = render.status(blank)
-    assert "R -  B_cpu -" in text
+    assert "slack 1, R -\n" in text and "I_cpu 6136  B_cpu -" in text
     assert "latency   -;  first token -" in text
 
 
@@ -51,12 +55,38 @@ def test_before_anything_is_known():
 def test_emulated_devices_are_told_first(answers, scale, line):
     made = snapshot(emulated={"profile": "box", "about": "a box", "answers": answers, "scale": scale})
     lines = render.status(made).splitlines()
-    assert lines[lines.index(line) + 1].startswith("pools ")
+    assert lines[lines.index(line) + 1].startswith("router ")
 
 
 @pytest.mark.parametrize("policy, shown", [("bind:2", "bind:2"), ("default", "1"), (None, "1")])
 def test_the_memory_policy_in_force_is_shown(policy, shown):
     assert render.worker_cells(worker("pd/0", numa_node=1, mem_policy=policy))[2] == shown
+
+
+@pytest.mark.parametrize("values, shown", [
+    ({"ratio_set": 8.0, "ratio": 8.0}, "8 set, 6.21 measured"), ({}, "6.21 measured"),
+    ({"ratio_set": 8.0, "ratio": 8.0, "ratio_measured": None}, "8 set"), ({"ratio": None}, "-")])
+def test_the_ratio_as_set_and_as_measured(values, shown):
+    assert render.ratio(snapshot()["router"] | values) == shown
+
+
+def test_an_empty_queue_has_no_oldest():
+    lines = dict(render.facts(snapshot(router=snapshot()["router"] | {"queue_jobs": 0, "queue_cost": 0})))
+    assert lines["queue"] == "0 images waiting, 0 patches"
+
+
+def test_only_a_worker_that_takes_work_is_called_slow():
+    states = [render.state_text(worker("encoder/0", state=state, slow=True, slowness=2.26)) for state in (
+        "READY", "DRAINING")]
+    assert states == ["2.3x slower", "DRAINING"]
+
+
+def test_the_list_of_cpus_gives_way_to_the_rest():
+    wide = worker("encoder/12", device="cuda:11", cpus=list(range(0, 40, 2)), mem_policy="bind:0-1", in_flight=12,
+                  in_flight_cost=123_456, rate_per_s=31.25, share=0.9, rss_bytes=12_600 << 20)
+    lines = render.status(snapshot(workers=[wide])).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert re.search(r"bind:0-1  0,2,\S*\.\.  READY  12 \(123.5k\)  31.2 img/s +0  12.3 GiB +90%$", lines[3])
 
 
 def test_reasons_beyond_the_table_are_shown():

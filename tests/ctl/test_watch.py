@@ -25,6 +25,9 @@ def test_one_frame_fits_its_terminal():
     assert max(map(len, lines)) == 100
     assert any(re.search(r"pd/3 .* READY .* 812 tok/s .* ███████░  89%", line) for line in lines)
     assert any(re.search(r"encoder/3 .* weights 42% .* ███░░░░░  42%", line) for line in lines)
+    assert any(re.search(r"encoder/0 .* READY .* █████░░░  67%", line) for line in lines)
+    assert any(re.search(r"encoder/2 .* 3.1x slower .* █░░░░░░░  10%", line) for line in lines)
+    assert any("! encoder/2 is 3.1x slower than at its start" in line for line in lines)
     assert any(re.search(r"arena +██████░░  75% 3 GiB of 4 GiB", line) for line in lines)
     assert not any("…" in line for line in lines)
 
@@ -32,7 +35,7 @@ def test_one_frame_fits_its_terminal():
 def test_a_narrow_terminal_gets_fewer_columns():
     lines = drawn(80)
     assert max(map(len, lines)) == 80
-    assert any(re.search(r"WORKER +DEVICE +NUMA +STATE +IN FLIGHT +RATE +KV", line) for line in lines)
+    assert any(re.search(r"WORKER +DEVICE +NUMA +STATE +IN FLIGHT +RATE +SHARE/KV", line) for line in lines)
     assert not any("…" in line for line in lines)
 
 

@@ -9,6 +9,7 @@ from epdd import arena
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.dispatch.request import Image, Placed, Request
@@ -32,6 +33,7 @@ class Fleet:
     encoding: Encoding
     admission: Admission
     pipeline: Pipeline
+    history: History
 
     async def ready(self, *names):
         """Until these workers (all of them, if none is named) are READY."""
@@ -81,8 +83,10 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
 
     supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
     admission = Admission(config.server.requests_max, supervisor, leases, FAMILY)
-    encoding = Encoding(supervisor, leases, config, FAMILY)
-    fleet = Fleet(supervisor, leases, encoding, admission, Pipeline(supervisor, leases, encoding, admission))
+    history = History()
+    encoding = Encoding(supervisor, leases, config, FAMILY, history)
+    pipeline = Pipeline(supervisor, leases, encoding, admission, history)
+    fleet = Fleet(supervisor, leases, encoding, admission, pipeline, history)
     supervisor.start()
     try:
         if not manners.get("bad_start"):

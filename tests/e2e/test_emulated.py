@@ -106,14 +106,15 @@ def test_many_requests_at_once_leave_nothing(daemon):
 
 
 def test_clients_that_leave_leave_nothing(daemon):
-    """In the queue, in an encoder, in prefill or in decode: wherever their time is over."""
+    """Half of them in decode, after their first token, the others wherever their time is over."""
     async def ask(client, i):
         body = {"messages": [{"role": "user", "content": [*(image_part(picture(200 + 3 * i + k)) for k in range(3)),
                                                           text_part("What is this?")]}],
-                "max_tokens": 4000, "ignore_eos": True}
+                "max_tokens": 12000, "ignore_eos": True, "stream": True}
         with suppress(TimeoutError):
-            async with asyncio.timeout(0.004 * i), client.post(daemon.url("/v1/chat/completions"), json=body) as answer:
-                await answer.read()
+            async with (asyncio.timeout(None if i % 2 else 0.004 * i),
+                        client.post(daemon.url("/v1/chat/completions"), json=body) as answer):
+                await answer.content.readline()
 
     async def storm():
         async with aiohttp.ClientSession() as client:
@@ -123,7 +124,7 @@ def test_clients_that_leave_leave_nothing(daemon):
     after = daemon.at_rest()
     assert after["pinned"] == after["waiting"] == after["i_cpu"] == 0
     requests = daemon.status()["requests"]
-    assert requests["aborted"] > 10 and requests["failed"] == 0
+    assert requests["aborted"] >= 30 and requests["failed"] == 0
     assert sum(worker["failed"] for worker in daemon.status()["workers"]) == 0
 
 

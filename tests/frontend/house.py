@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from epdd import families
 from epdd.config import Config
+from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
@@ -118,6 +119,8 @@ class Door:
 def worker(name: str, state: str = "ready") -> dict[str, Any]:
     return {"name": name, "role": name.partition("/")[0], "device": "cpu", "state": state, "in_flight": 1,
             "in_flight_cost": 64, "done": 3, "failed": 0, "restarts": 0, "rss_bytes": 1 << 20, "waiting": 2,
+            "share": 0.25 if name.startswith("encoder") else None,
+            "slowness": 1.75 if name.startswith("encoder") else None,
             "kv_tokens": 1000 if name.startswith("pd") else None, "kv_used": 250 if name.startswith("pd") else None}
 
 
@@ -159,10 +162,12 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
     config = config or Config()
     status: dict[str, Any] = {
         "state": "ready", "why": [], "uptime_s": 5.0, "workers": [worker("encoder/0"), worker("pd/0")],
-        "router": {"i_cpu": 7, "i_gpu": 0, "queue_jobs": 4, "queue_cost": 256, "ratio": None, "budget_cpu": None},
+        "router": {"policy": "earliest", "unit": "image", "i_cpu": 7, "i_gpu": 0, "queue_jobs": 4, "queue_cost": 256,
+                   "oldest_s": 1.5, "ratio": 6.0, "ratio_set": 6.0, "ratio_measured": None, "budget_cpu": None},
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
-                      admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats)
+                      admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
+                      history=History())
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     runner = web.AppRunner(app.build(context), handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()

@@ -246,10 +246,14 @@ async def test_metrics(house: House) -> None:
         "epdd_cache_hits_total": 5, 'epdd_worker_state{state="ready",worker="encoder/0"}': 1,
         'epdd_worker_done_total{worker="pd/0"}': 3, "epdd_time_to_first_token_seconds_count": 1,
         "epdd_e2e_request_latency_seconds_count": 1, 'epdd_errors_total{code="invalid_request"}': 1,
+        'epdd_router_info{policy="earliest",unit="image"}': 1, "epdd_router_ratio": 6, "epdd_router_ratio_set": 6,
+        "epdd_encode_queue_oldest_seconds": 1.5, "epdd_encode_queue_cost": 256,
+        'epdd_worker_share{worker="encoder/0"}': 0.25, 'epdd_worker_slowness{worker="encoder/0"}': 1.75,
         'epdd_held_bytes{what="images"}': 0, 'epdd_held_bytes{what="bodies"}': 0,
     }
     assert {name: float(lines[name]) for name in expected} == expected
-    assert "epdd_router_budget_cpu" not in lines        # unbounded is not a number
+    for absent in ("epdd_router_budget_cpu", "epdd_router_ratio_measured", 'epdd_worker_share{worker="pd/0"}'):
+        assert absent not in lines      # unbounded, unknown or of no meaning is not a number
 
 
 def test_lean(family: Any) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from epdd import wire
-from epdd.pace import Clock, EncoderGroup, Lane, Pace, PrefillDecodeGroup
+from epdd.pace import Clock, EncoderGroup, Pace, PrefillDecodeGroup, Timeline
 from epdd.worker.loop import Send
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Paced:
     def __init__(self, name: str, pace: Pace, send: Send, wait: Callable[[float], None], clock: Clock) -> None:
         """`wait(seconds)` returns early when the socket has something to read."""
         self._name, self._send, self._wait, self.clock = name, send, wait, clock
-        self.lane = Lane(pace.group, f"{pace.seed} {name}")
+        self.timeline = Timeline(pace.group, f"{pace.seed} {name}")
         self.served = self.late = 0                     # pieces of work, and those that took longer than modelled
         self._held: list[wire.FromWorker] = []          # goes out at the end of the present piece of work
         self._end: float | None = None                  # that end, in emulated seconds
@@ -52,7 +52,7 @@ class Paced:
 
     def _spend(self, ready: float, seconds: float) -> float:
         """Let the work just done, there from `ready` on, take its modelled `seconds`; those it does take."""
-        service = self.lane.serve(ready, seconds, self.clock.now())
+        service = self.timeline.serve(ready, seconds, self.clock.now())
         self.served += 1
         if service.late:
             self.late += 1

@@ -1,6 +1,6 @@
 """Discrete events over the daemon's own queue, router and time models.
 
-Nothing of `epdd.dispatch` is copied: `Router` decides here as it does in the daemon, and `epdd.pace.Lane` keeps the
+Nothing of `epdd.dispatch` is copied: `Router` decides here as it does in the daemon, and `epdd.pace.Timeline` keeps the
 encoders' time as it does in emulated workers.  Only time itself, requests and deaths are made here.  Not covered:
 text work, leases and the arena, prefill and decode, and what handing over costs.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Router
 from epdd.dispatch.timing import TimeModel
-from epdd.pace import EncoderGroup, Lane
+from epdd.pace import EncoderGroup, Timeline
 
 ATTEMPTS_MAX = 2            # as in epdd.dispatch.encoding: an image that cost two workers their lives fails
 PATCHES_MAX = 65536         # largest image that time models are fitted to: 4096 x 4096 pixels
@@ -128,7 +128,7 @@ class _Seat:
 
     def __init__(self, encoder: Encoder, seed: int) -> None:
         self.encoder = encoder
-        self.lane = Lane(encoder.group, f"{seed} {encoder.name}")
+        self.line = Timeline(encoder.group, f"{seed} {encoder.name}")
         self.held: deque[tuple[Work, float]] = deque()      # with the seconds it takes
         self.life = 0
 
@@ -186,7 +186,7 @@ class _Run:
 
     def _begin(self, seat: _Seat, work: Work, now: float) -> None:
         """What the worker does with a job that was handed to it: one after another."""
-        services = [seat.lane.serve(now, seat.encoder.group.image_seconds(patches)) for patches in work.parts]
+        services = [seat.line.serve(now, seat.encoder.group.image_seconds(patches)) for patches in work.parts]
         seat.held.append((work, services[-1].end - services[0].start))
         life = seat.life
         self._at(services[-1].end, lambda now: self._end(seat, life, now))
@@ -222,6 +222,6 @@ class _Run:
         self._at(now + death.away_s, lambda now: self._come(seat, now))
 
     def _come(self, seat: _Seat, now: float) -> None:
-        seat.lane.end = now
+        seat.line.end = now
         model = TimeModel(seat.encoder.group.samples(PATCHES_MAX))
         self.router.pools.set_lane(seat.encoder.name, seat.encoder.group.kind, model, True, now)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from epdd.dispatch.queue import Job
-from epdd.dispatch.router import RETHINK_S, Router, cpu_budget
+from epdd.dispatch.router import FORGET_EVERY_S, RETHINK_S, TYPICAL_CHANGE, Router, cpu_budget
 from epdd.dispatch.timing import HEARD_S, TimeModel
 
 PATCHES = 1000
@@ -332,9 +332,9 @@ def test_measured_ratio_follows_a_throttled_cpu_and_forgets_it():
     come(pools, 1)
     for now in (1.0, 2.0, 3.0):
         pools.pools.lanes["cpu0"].model.observe(PATCHES, 3.0, now)
-    come(pools, 1, now=4.0)
+    come(pools, 1, now=4.0 + FORGET_EVERY_S)
     assert pools.ratio_measured() == pytest.approx(30.0)
-    come(pools, 1, now=3.0 + HEARD_S + 1.1)
+    come(pools, 1, now=4.0 + HEARD_S + FORGET_EVERY_S)
     assert pools.ratio_measured() == pytest.approx(10.0)
 
 
@@ -346,5 +346,5 @@ def test_typical_size_follows_the_traffic():
     assert pools.ratio_measured() == pytest.approx(10.0)
     for _ in range(400):
         pools.submit(job(100), 0.0)
-    assert pools.pools.typical_patches == pytest.approx(100, rel=0.25)
-    assert pools.ratio_measured() == pytest.approx(2.0, rel=0.25)
+    assert pools.pools.typical_patches == pytest.approx(100, rel=TYPICAL_CHANGE - 1)
+    assert pools.ratio_measured() == pytest.approx(2.0, rel=TYPICAL_CHANGE - 1)

@@ -146,7 +146,7 @@ EDGES = [1, 2, 3, 7, 11, 12, 97, 499, 997, 1000]
 
 
 def test_the_budget_is_the_formula_for_integers():
-    """All loads up to 1,000 beside counts and ratios at the edges: I_cpu < B exactly where I_cpu R N_gpu < I_gpu N_cpu."""
+    """All loads up to 1,000 beside counts and ratios at the edges."""
     for cpus, gpus, ratio in product(EDGES, EDGES, EDGES):
         over, under = cpus, ratio * gpus
         for load in range(1001):

@@ -215,7 +215,7 @@ class Router:
             before += job.patches
         # What lies beyond is taken to be like the last one seen.
         if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches > demands[job.patches]:
-            return Choice(job, lane, "finishes before faster encoders would get through the queue")
+            return Choice(job, lane, "finishes first: faster ones have the queue before it")
         return None
 
     def _rivals(self, lane: Lane, now: float) -> _Rivals | None:
@@ -276,5 +276,5 @@ class _Rivals:
 
 def _why(before: int) -> str:
     if not before:
-        return "finishes first: faster encoders are busy for longer"
-    return f"finishes before faster encoders would get through the {before} patches that wait before it"
+        return "finishes first: faster ones are busy"
+    return f"finishes first: faster ones have {before} patches before it"

@@ -39,7 +39,7 @@ ALL = request(
     image("encoded", hand_over("encoder/0")), image("cache"), image("joined", hand_over("encoder/10")),
     image("encoded", hand_over("encoder/1", "lost", error=LOST), hand_over(
         "encoder/0", "running", ended_at_s=None,
-        reason="finishes before faster encoders would get through the 24480 patches that wait before it")),
+        reason="finishes first: faster ones have 24480 patches before it")),
     client_id="mine")
 
 
@@ -112,10 +112,9 @@ IMAGE  PATCHES  SOURCE   ENCODER     WAITED  PREDICTED  TOOK      ENDED  WHY
                                                                          9 (by an operator, the
                                                                          stall watch or the kernel's
                                                                          OOM killer))
-                         encoder/0    85 ms     412 ms  running       -  finishes before faster
-                                                                         encoders would get through
-                                                                         the 24480 patches that wait
-                                                                         before it
+                         encoder/0    85 ms     412 ms  running       -  finishes first: faster ones
+                                                                         have 24480 patches before
+                                                                         it
 
     0 ms  arrived
    31 ms  images fetched, prompt made

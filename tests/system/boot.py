@@ -1,12 +1,11 @@
 """Boots a real systemd as PID 1 on this machine's own /usr, in a container that leaves nothing behind.
 
 The root is an empty tmpfs over a read-only /usr (systemd-nspawn --volatile), so there is no image to build.
-The interpreter and the packages that run the tests are bound to /opt/epdd, where DynamicUser can reach them:
-a venv below /root or /home would be closed to it.
 """
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import subprocess
@@ -103,28 +102,10 @@ class Machine:
         return found
 
     def _nspawn(self) -> list[str]:
-        units = self._folder / "units"
-        (units / "epdd.service.d").mkdir(parents=True)
-        shutil.copy(REPOSITORY / "systemd" / "epdd.service", units)
-        (units / "epdd.service.d" / "test.conf").write_text(DROP_IN)
-        (units / "systemd-firstboot.service").symlink_to("/dev/null")       # it would ask questions
-        # Copied, since a checkout made under a strict umask would be closed to the service's user.
-        source = self._folder / "source"
-        shutil.copytree(REPOSITORY / "epdd", source / "epdd", ignore=shutil.ignore_patterns("__pycache__"))
-        for path in (source, *source.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        environment = self._folder / "venv"
-        packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        packages.mkdir(parents=True)
-        (environment / "bin").mkdir()
-        (environment / "bin" / "python").symlink_to(f"/opt/epdd/python/bin/{Path(sys.executable).resolve().name}")
-        (environment / "pyvenv.cfg").write_text("home = /opt/epdd/python/bin\n")
-        binds = {environment: "/opt/epdd/venv", Path(sysconfig.get_path("purelib")):
-                 f"/opt/epdd/{packages.relative_to(self._folder)}", Path(sys.base_prefix): "/opt/epdd/python",
-                 source: "/opt/epdd/source", units: "/etc/systemd/system"}
+        binds = installed(self._folder, DROP_IN)
         return ["systemd-nspawn", "--boot", "--directory=/", "--volatile=yes", "--register=no", "--keep-unit",
                 "--private-network", "--console=pipe", f"--machine=epdd-test-{os.getpid()}",
-                *(f"--bind-ro={source}:{target}" for source, target in binds.items()), "systemd.firstboot=no"]
+                *(f"--bind-ro={source}:{target}" for target, source in binds.items()), "systemd.firstboot=no"]
 
     def _wait_for_boot(self) -> None:
         end = time.monotonic() + BOOT_S
@@ -139,14 +120,42 @@ class Machine:
         raise AssertionError(f"systemd did not boot:\n{self._log.read_text(errors='replace')[-4000:]}")
 
 
-# What differs from the installed service: where Python is, and times that a test can wait for.
-DROP_IN = f"""
-[Service]
-Environment=PYTHONPATH=/opt/epdd/source
-{'' if sys.base_prefix == '/usr' else 'Environment=LD_LIBRARY_PATH=/opt/epdd/python/lib'}
+# What differs from the installed service: times that a test can wait for.
+DROP_IN = """
 WatchdogSec=6s
 TimeoutAbortSec=1s
 """
+
+
+def installed(folder: Path, drop_in: str) -> dict[str, Path]:
+    """The service as `make install-system` would leave it, made in `folder`: what lies where in the root.
+
+    The interpreter and the packages that run the tests are below /opt/epdd, where DynamicUser can reach them:
+    a venv below /root or /home would be closed to it.
+    """
+    units = folder / "units"
+    (units / "epdd.service.d").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "systemd" / "epdd.service", units)
+    library = "" if sys.base_prefix == "/usr" else "Environment=LD_LIBRARY_PATH=/opt/epdd/python/lib\n"
+    (units / "epdd.service.d" / "test.conf").write_text(
+        f"[Service]\nEnvironment=PYTHONPATH=/opt/epdd/source\n{library}{drop_in}")
+    (units / "systemd-firstboot.service").symlink_to("/dev/null")       # it would ask questions
+    # Copied, since a checkout made under a strict umask would be closed to the service's user.
+    source = folder / "source"
+    for package in ("epdd", "tests"):
+        shutil.copytree(REPOSITORY / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(source, quiet=1)
+    for path in (source, *source.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    environment = folder / "venv"
+    packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    packages.mkdir(parents=True)
+    (environment / "bin").mkdir()
+    (environment / "bin" / "python").symlink_to(f"/opt/epdd/python/bin/{Path(sys.executable).resolve().name}")
+    (environment / "pyvenv.cfg").write_text("home = /opt/epdd/python/bin\n")
+    return {"/opt/epdd/venv": environment,
+            f"/opt/epdd/{packages.relative_to(folder)}": Path(sysconfig.get_path("purelib")),
+            "/opt/epdd/python": Path(sys.base_prefix), "/opt/epdd/source": source, "/etc/systemd/system": units}
 
 
 def _children(pid: int) -> list[int]:

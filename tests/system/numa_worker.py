@@ -4,6 +4,7 @@ import mmap
 import signal
 import socket
 import threading
+from dataclasses import replace
 
 from epdd.arena import Mapping
 from epdd.worker import affinity
@@ -20,7 +21,7 @@ def main(spec, sock, arena):
     memory = touched()
     for _ in range(spec.threads - 1):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    FakeWorker(spec, socket.socket(fileno=sock.detach()), mapping).serve()
+    FakeWorker(replace(spec, model="{}"), socket.socket(fileno=sock.detach()), mapping).serve()
     memory.close()
 
 

@@ -1,4 +1,6 @@
-"""The real probe, placement, binding and supervisor on a machine with four NUMA nodes and a fifth of memory alone."""
+"""epdd.service under systemd on a machine with four NUMA nodes and a fifth of memory alone: the real probe, placement,
+binding and supervisor, while CPUs and memory nodes go and come.
+"""
 
 import json
 
@@ -10,6 +12,14 @@ from tests.system import numa_machine
 pytestmark = pytest.mark.slow
 
 CPUS_OF = {0: {0, 1}, 1: {2, 3}, 2: {4, 5}, 3: {6, 7}}
+# -c, since a main module would be imported again in every worker.  Long limits, since all is emulated.
+DROP_IN = """
+WatchdogSec=10min
+Environment=EPDD_FLEET_STALL_S=120
+Environment=EPDD_ARENA_BYTES=20971520
+ExecStart=
+ExecStart=/opt/epdd/venv/bin/python -c 'from tests.system import numa_daemon; numa_daemon.main()'
+"""
 
 
 @pytest.fixture(scope="module")
@@ -18,23 +28,46 @@ def found(tmp_path_factory):
     reason = numa_machine.missing()
     if reason:
         pytest.skip(f"no NUMA machine: {reason}")
-    printed = numa_machine.run("tests.system.numa_guest", tmp_path_factory.mktemp("numa"))
+    printed = numa_machine.run("tests.system.numa_guest", DROP_IN, tmp_path_factory.mktemp("numa"))
     _, _, line = printed.rpartition("## FOUND ")
-    assert line.startswith("{"), printed[-6000:]
+    assert line.startswith("{"), printed[-20000:]
     return json.loads(line.splitlines()[0])
 
 
-def check(fleet, nodes, cpus):
-    """Each worker has exactly its CPUs, all of one of `nodes`, and memory of that node alone."""
-    for name, worker in fleet.items():
+def check(service, nodes, cpus):
+    """Each worker has exactly its CPUs, all of one of `nodes`, and memory of that node alone; no CPU is left over."""
+    workers = service["workers"]
+    for name, worker in workers.items():
         node = worker["node"]
         assert node in nodes, name
-        assert set(worker["spec_cpus"]) <= CPUS_OF[node] & cpus, name
-        assert [sysfs.parse(told) for told in worker["cpus"]] == [set(worker["spec_cpus"])], name
+        assert set(worker["planned_cpus"]) <= CPUS_OF[node] & cpus, name
+        assert [sysfs.parse(told) for told in worker["cpus"]] == [set(worker["planned_cpus"])], name
         assert (worker["policy"], worker["pages"], worker["warning"]) == ([f"bind:{node}"], [f"N{node}"], ""), name
-        assert worker["wanted_threads"] == len(worker["spec_cpus"]), name
-    encoding = {worker["node"] for name, worker in fleet.items() if worker["device"] == "cpu"}
+        assert worker["threads"] == worker["planned_threads"] == len(worker["planned_cpus"]), name
+        assert worker["pid"] in service["processes"], name
+    assert {cpu for worker in workers.values() for cpu in worker["planned_cpus"]} == cpus
+    encoding = {worker["node"] for worker in workers.values() if worker["device"] == "cpu"}
     assert encoding == set(nodes), "a node without a worker"
+
+
+def same_seats(before, after):
+    """Names of the workers that sit where they sat."""
+    return [name for name, worker in after["workers"].items() if name in before["workers"] and all(
+        worker[part] == before["workers"][name][part] for part in ("device", "node", "planned_cpus"))]
+
+
+def kept(before, after):
+    """Whether the workers whose seat is the same, and there are some, are in the same processes, all others gone."""
+    same = same_seats(before, after)
+    for name, worker in before["workers"].items():
+        assert (worker["pid"] in after["processes"]) == (name in same), name
+    for name in same:
+        assert after["workers"][name]["pid"] == before["workers"][name]["pid"], name
+    return len(same) > 0
+
+
+def test_the_same_daemon_served_all_the_time(found):
+    assert len({service["daemon"] for service in found["running"].values()}) == 1
 
 
 def test_topology(found):
@@ -45,46 +78,41 @@ def test_topology(found):
 
 
 def test_whole_machine(found):
-    fleet = found["running"]["whole"]
-    check(fleet, [0, 1, 2, 3], set(range(8)))
-    for worker in fleet.values():
-        assert worker["threads"] == worker["wanted_threads"]
-        assert worker["arena"] in ([], [f"N{worker['node']}"])
-    devices = {worker["device"]: worker["node"] for worker in fleet.values() if worker["device"] != "cpu"}
+    service = found["running"]["whole"]
+    check(service, [0, 1, 2, 3], set(range(8)))
+    workers = service["workers"].values()
+    assert all(worker["arena"] in ([], [f"N{worker['node']}"]) for worker in workers)
+    assert sum(worker["arena"] != [] for worker in workers) == 5        # each encoder has its slice, no other
+    devices = {worker["device"]: worker["node"] for worker in workers if worker["device"] != "cpu"}
     assert (devices["cuda:1"], devices["cuda:2"]) == (0, 2)
-    assert sum(worker["arena"] != [] for worker in fleet.values()) == 5      # each encoder has its slice, no other
 
 
 def test_a_cpu_switched_off_and_on(found):
     before, off, on = (found["running"][stage] for stage in ("whole", "offline", "online again"))
     check(off, [0, 1, 2, 3], set(range(7)))
     check(on, [0, 1, 2, 3], set(range(8)))
-    assert [worker["spec_cpus"] for worker in off.values() if worker["node"] == 3] == [[6]]
-    same = [name for name in before if before[name]["spec_cpus"] == off[name]["spec_cpus"]]
-    assert len(same) >= 3
-    for name, worker in before.items():
-        assert (off[name]["pid"] == worker["pid"]) == (name in same), name
-        assert on[name]["spec_cpus"] == worker["spec_cpus"]
+    assert [worker["planned_cpus"] for worker in off["workers"].values() if worker["node"] == 3] == [[6]]
+    assert kept(before, off) and kept(off, on)
 
 
-def test_a_cpuset_that_shrinks_under_running_workers(found):
-    before, after = found["running"]["online again"], found["running"]["cpuset shrunk"]
+def test_allowed_cpus_and_nodes_shrink_under_the_running_service(found):
+    before, after = found["running"]["online again"], found["running"]["shrunk"]
     check(after, [0, 1], {0, 1, 2, 3})
-    assert len(after) < len(before)
-    kept = [name for name in after if before[name]["spec_cpus"] == after[name]["spec_cpus"]]
-    assert kept and all(before[name]["pid"] == after[name]["pid"] for name in kept)
+    assert len(after["workers"]) < len(before["workers"])
+    assert kept(before, after)
 
 
-def test_a_cpuset_that_moves_takes_no_policy_with_it(found):
-    check(found["running"]["cpuset moved"], [1, 2], {2, 3, 4, 5})
+def test_allowed_cpus_and_nodes_are_given_back(found):
+    before, after = found["running"]["shrunk"], found["running"]["widened"]
+    check(after, [0, 1, 2, 3], set(range(8)))
+    assert kept(before, after)
 
 
-def test_started_under_a_cpuset(found):
-    check(found["under a cpuset"], [0, 1], {0, 1, 2, 3})
+def test_allowed_nodes_that_move_take_no_policy_with_them(found):
+    before, after = found["running"]["widened"], found["running"]["moved"]
+    check(after, [1, 2], {2, 3, 4, 5})
+    assert same_seats(before, after), "a worker that moves starts anew: its policy would be right in any case"
 
 
-def test_a_policy_of_the_unit_is_kept_within(found):
-    check(found["under a policy"], [1, 2], {2, 3, 4, 5})
-    outside = found["outside the policy"]
-    assert outside["warning"] == "memory not bound: NUMA node 0 is outside the allowed nodes 1-2"
-    assert outside["policy"] == ["bind:1-2"] and set(outside["pages"]) <= {"N1", "N2"}
+def test_started_within_the_units_cpuset_and_memory_policy(found):
+    check(found["within limits"], [1, 2], {2, 3, 4, 5})

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 PYTHON = "/opt/epdd/venv/bin/python"
 SETTINGS = "[arena]\nbytes = 67108864\n"
+# By hand, since systemd knows no cpusets of version 1; test_numa.py has AllowedCPUs= and version 2.
+CPUSETS = Path("/sys/fs/cgroup/cpuset")
 HEALTH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:8765/health').read().decode())"
 
 
@@ -102,32 +104,19 @@ def test_reload_takes_new_settings_and_refuses_broken_ones(service):
 
 
 @contextmanager
-def cpus_taken_away(machine, before, after):
-    """What AllowedCPUs= does to a running service; yields a call that sets it to `before` again."""
-    controllers = machine.run("cat", "/sys/fs/cgroup/cgroup.controllers").stdout.split()
-    if "cpuset" in controllers:
-        def allow(cpus):
-            machine.run("systemctl", "set-property", "--runtime", "epdd.service", f"AllowedCPUs={cpus}")
-
-        allow(after)
-        yield lambda: allow(before)
-        allow("")
-        return
-    # The kernel has its cpusets in a hierarchy of version 1, which systemd does not use: the same by hand.
-    group = Path(f"/sys/fs/cgroup/cpuset/epdd-test-{os.getpid()}")
-    if not group.parent.exists():
-        pytest.skip("this kernel offers the container no cpuset, in neither version")
+def cpuset(machine, cpus):
+    """The service's processes in a cpuset of version 1; yields the file that holds its CPUs."""
+    group = CPUSETS / f"epdd-test-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "cpuset.mems").write_text((group.parent / "cpuset.mems").read_text())
-        (group / "cpuset.cpus").write_text(before)
+        (group / "cpuset.mems").write_text((CPUSETS / "cpuset.mems").read_text())
+        (group / "cpuset.cpus").write_text(cpus)
         for pid in machine.processes():
             (group / "cgroup.procs").write_text(str(pid))
-        (group / "cpuset.cpus").write_text(after)
-        yield lambda: (group / "cpuset.cpus").write_text(before)
+        yield group / "cpuset.cpus"
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
-            (group.parent / "cgroup.procs").write_text(pid)
+            (CPUSETS / "cgroup.procs").write_text(pid)
         group.rmdir()
 
 
@@ -142,12 +131,14 @@ def wait_for_workers(machine, right):
         time.sleep(0.5)
 
 
+@pytest.mark.skipif(not (CPUSETS / "cpuset.cpus").exists(), reason="the kernel's cpusets are not of version 1")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_cpus_taken_away_while_running_are_noticed(service):
     first, last = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
     at_start = json.loads(epdctl(service, "status", "--json").stdout)["workers"]
     before = {worker["name"]: worker["cpus"] for worker in at_start}
-    with cpus_taken_away(service, f"{first},{last}", str(last)) as given_back:
+    with cpuset(service, f"{first},{last}") as allowed:
+        allowed.write_text(str(last))
         # The kernel takes the CPUs at once; that the workers are placed anew is ours.
         status = wait_for_workers(service, lambda status: status["placement"]["changes"])
         assert [worker["cpus"] for worker in status["workers"]] == [[last]] * len(at_start)
@@ -156,7 +147,7 @@ def test_cpus_taken_away_while_running_are_noticed(service):
         stayed = [worker["name"] for worker in at_start if worker["cpus"] == [last]]
         assert all(pids[worker["name"]] == worker["pid"] for worker in at_start if worker["name"] in stayed)
         assert epdctl(service, "chat", "-i", red_square(), "What colour is it?").stdout.strip()
-        given_back()
+        allowed.write_text(f"{first},{last}")
         wait_for_workers(service, lambda status: len(status["placement"]["changes"]) > len(at_start) - len(stayed)
                          and {worker["name"]: worker["cpus"] for worker in status["workers"]} == before)
     assert f"epdd may use CPUs {last}, " in service.journal()

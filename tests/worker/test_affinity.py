@@ -77,8 +77,9 @@ def test_the_only_memory_node_needs_no_policy():
 
 
 def test_a_node_outside_the_cpuset_is_told():
-    warning = bind([CPU], 0, patch=SEVERAL.replace("{0, 1}", "{1, 2}"))[3]
+    _, _, _, warning, policy = bind([CPU], 0, patch=SEVERAL.replace("{0, 1}", "{1, 2}"))
     assert warning == "memory not bound: NUMA node 0 is outside the allowed nodes 1-2"
+    assert policy == ["default"], "the inherited one was left"
 
 
 def test_denied_policy_names_the_capability():

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from simulator import Encoder, Request
@@ -28,12 +29,15 @@ TABLE_FLEET = "gpu:1@0.11,cpu:4@1.32"
 # 0.11 s and 1.32 s for 1080p.
 MIXED_FLEET = "gpu:1@0.001/1.17e-5/2.0e-10,cpu:4@0.012/1.40e-4/2.4e-9"
 
-Mix = Callable[[random.Random], tuple[int, ...]]    # patches of one request's images
+Size = tuple[int, int]                              # width and height in pixels
+Sized = Callable[[random.Random], tuple[Size, ...]]     # one request's images
+Mix = Callable[[random.Random], tuple[int, ...]]    # their patches
 
 _GROUP = re.compile(r"(cpu|gpu):(\d+)@([0-9.e-]+)(?:/([0-9.e-]+))?(?:/([0-9.e-]+))?"
                     r"(?:x([0-9.]+)after([0-9.]+))?(?:~([0-9.]+))?")
 
 
+@cache
 def patches(width: int, height: int) -> int:
     """Of an image of so many pixels, by Qwen3-VL's rule."""
     return math.prod(_FAMILY.grid(width, height, MIN_PIXELS, MAX_PIXELS))
@@ -69,7 +73,7 @@ def _groups(text: str) -> list[EncoderGroup]:
     return groups
 
 
-def size(text: str) -> tuple[int, int]:
+def size(text: str) -> Size:
     """Pixels of WIDTHxHEIGHT."""
     try:
         width, height = map(int, text.split("x"))
@@ -95,21 +99,43 @@ def capacity(encoders: Sequence[Encoder], mix: Mix, samples: int = 2000) -> floa
 
 # --- request mixes
 
-def equal(images: int, size: tuple[int, int] = FULL_HD) -> Mix:
+def equal_sizes(images: int, size: tuple[int, int] = FULL_HD) -> Sized:
     """So many images of one size."""
-    request = (patches(*size),) * images
+    request = (size,) * images
     return lambda rng: request
 
 
-def mixed(low: int = 1, high: int = 8, sizes: Sequence[tuple[int, int]] = SIZES, text_share: float = 0.0) -> Mix:
+def mixed_sizes(low: int = 1, high: int = 8, sizes: Sequence[Size] = SIZES, text_share: float = 0.0) -> Sized:
     """`low` to `high` images, each of any of `sizes`; `text_share` of the requests have none."""
-    known = [patches(*size) for size in sizes]
-
-    def draw(rng: random.Random) -> tuple[int, ...]:
+    def draw(rng: random.Random) -> tuple[Size, ...]:
         if rng.random() < text_share:
             return ()
-        return tuple(rng.choice(known) for _ in range(rng.randint(low, high)))
+        return tuple(rng.choice(sizes) for _ in range(rng.randint(low, high)))
     return draw
+
+
+def in_patches(sized: Sized) -> Mix:
+    return lambda rng: tuple(patches(*size) for size in sized(rng))
+
+
+def equal(images: int, size: Size = FULL_HD) -> Mix:
+    """`equal_sizes`, in patches."""
+    return in_patches(equal_sizes(images, size))
+
+
+def mixed(low: int = 1, high: int = 8, sizes: Sequence[Size] = SIZES, text_share: float = 0.0) -> Mix:
+    """`mixed_sizes`, in patches."""
+    return in_patches(mixed_sizes(low, high, sizes, text_share))
+
+
+def draws(sized: Sized, count: int, seed: int) -> list[tuple[Size, ...]]:
+    """Of the requests that `poisson` makes with this mix and seed, the images' sizes."""
+    rng = _sizes_of(seed)
+    return [sized(rng) for _ in range(count)]
+
+
+def _sizes_of(seed: int) -> random.Random:
+    return random.Random(f"sizes {seed}")
 
 
 # --- arrivals
@@ -119,7 +145,7 @@ def poisson(rate: float, count: int, mix: Mix, seed: int, burst: int = 1) -> lis
 
     With the same seed other rates give the same arrivals, closer together, and other mixes the same arrivals.
     """
-    times, sizes = random.Random(f"arrivals {seed}"), random.Random(f"sizes {seed}")
+    times, sizes = random.Random(f"arrivals {seed}"), _sizes_of(seed)
     requests: list[Request] = []
     now = 0.0
     while len(requests) < count:

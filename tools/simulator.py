@@ -166,15 +166,18 @@ class _Run:
             else:
                 now, _, action = heapq.heappop(events)
                 action(now)
-            while (choice := router.assign(now)) is not None:
-                assert isinstance(choice.job, Work)
-                self._begin(self._seats[choice.lane.name], choice.job, now)
+            self._assign(now)
             if self._watch is not None:
                 self._watch(now, router)
         outcome = self._outcome
         outcome.stuck, outcome.end = len(router.queue), now
         outcome.latencies = [self._done[i] for i in sorted(self._done)]
         return outcome
+
+    def _assign(self, now: float) -> None:
+        while (choice := self.router.assign(now)) is not None:
+            assert isinstance(choice.job, Work)
+            self._begin(self._seats[choice.lane.name], choice.job, now)
 
     def _arrive(self, i: int, now: float) -> None:
         images = self._requests[i].images
@@ -183,6 +186,8 @@ class _Run:
             if parts:
                 shares = 1 if self._rule.whole else len(images)
                 self.router.submit(Work(str(i), sum(parts), shares, total, request=i, parts=parts), now)
+                if self._rule.ahead_s == math.inf:
+                    self._assign(now)       # it has an encoder before the next one comes
 
     def _begin(self, seat: _Seat, work: Work, now: float) -> None:
         """What the worker does with a job that was handed to it: one after another."""

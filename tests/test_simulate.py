@@ -125,8 +125,8 @@ def test_the_command_line_leaves_numbers_and_plots(tmp_path):
     pytest.importorskip("matplotlib")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps({"at": i, "images": [[1920, 1080]] * 8}) for i in range(10)))
-    ran = subprocess.run([sys.executable, str(TOOLS / "simulate.py"), "run", "--fleet", "router-table", "--trace",
-                          str(trace), "--policies", "earliest", "gpu-only", "--jobs", "1", "--out", str(tmp_path / "out")],
+    ran = subprocess.run([sys.executable, str(TOOLS / "simulate.py"), "run", "--fleet", "router-table", "--jobs", "1",
+                          "--trace", str(trace), "--policies", "earliest", "gpu-only", "--out", str(tmp_path / "out")],
                          capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "0.88 / 0.88 / 0.88 / 0.88" in ran.stdout

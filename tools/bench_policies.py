@@ -28,6 +28,7 @@ from plots import Panel
 from report import Cell, Report
 from simulator import Encoder, Request, Rule, percentile, simulate
 
+LEAD_S = 5.0                # of this machine: time for all workers to be ready
 AGREE = 0.1                 # live and simulated may differ by this
 BASELINES = [PUBLISHED_REQUEST, PUBLISHED_IMAGE]    # no daemon does that: simulated only
 PRODUCT = [BY_NAME[name] for name in ("gpu-only", "round-robin", "least-loaded", "budget", "earliest")]
@@ -44,8 +45,13 @@ class Run(NamedTuple):
 
 
 async def measure(args: argparse.Namespace, fleet: Sequence[Encoder], requests: Sequence[Request],
-                  sizes: Sequence[Sequence[scenarios.Size]], rule: Rule, what: str) -> Run:
-    """Live and simulated, on equal arrivals."""
+                  sizes: Sequence[Sequence[scenarios.Size]], rule: Rule, what: str,
+                  changing: Sequence[Encoder] | None = None) -> Run:
+    """Live and simulated, on equal arrivals.
+
+    `changing` is the live fleet where it changes with time: its last encoder's clock, which starts when that is ready,
+    is LEAD_S of this machine's seconds before the arrivals' one.
+    """
     simulated = simulate(fleet, requests, rule).latencies
     if rule in BASELINES:
         return Run([], simulated)
@@ -55,8 +61,9 @@ async def measure(args: argparse.Namespace, fleet: Sequence[Encoder], requests: 
                 *live.FREE_PD_SETTINGS]
     rng = random.Random(args.seed)
     bodies = [live.body(each, "What is this?", rng, max_tokens=1) for each in sizes]
-    async with live.running(live.profile(fleet, args.scale), settings) as daemon:
-        answers = await live.open_loop(daemon.url, [request.at / args.scale for request in requests], bodies)
+    async with live.running(live.profile(changing or fleet, args.scale), settings) as daemon:
+        began = daemon.ready_at[fleet[-1].name] + LEAD_S if changing else None
+        answers = await live.open_loop(daemon.url, [request.at / args.scale for request in requests], bodies, began)
     run = Run([(answer.first - answer.sent) * args.scale for answer in answers], simulated)
     late = live.late(answers)
     note = f"; {late} sent late" if late else ""
@@ -150,14 +157,15 @@ async def ratio(args: argparse.Namespace, report: Report) -> None:
 async def slow(args: argparse.Namespace, report: Report, rate: float = 1.2, factor: float = 3.0) -> None:
     """One CPU encoder of four becomes slower half-way."""
     count, half = 2 * args.requests, args.requests / rate
-    fleet = scenarios.fleet(f"gpu:1@0.11,cpu:3@1.32,cpu:1@1.32x{factor:g}after{half:g}")
+    fleet, changing = (scenarios.fleet(f"gpu:1@0.11,cpu:3@1.32,cpu:1@1.32x{factor:g}after{after:g}")
+                       for after in (half, half + LEAD_S * args.scale))
     requests, sizes = arrivals(args, rate, count, scenarios.equal_sizes(8))
     rules = [BY_NAME["gpu-only"], replace(BY_NAME["budget"], name="budget, R 12", ratio=PUBLISHED_R),
              replace(BY_NAME["budget"], name="budget, R auto"), EARLIEST]
     rows: list[list[Cell]] = []
     lines = {}
     for rule in rules:
-        run = await measure(args, fleet, requests, sizes, rule, f"{rate:g}/s")
+        run = await measure(args, fleet, requests, sizes, rule, f"{rate:g}/s", changing)
         first = sum(request.at < half for request in requests)
         row: list[Cell] = [rule.name]
         for part in (run.live[:first], run.live[first:], run.simulated[first:]):

@@ -83,6 +83,7 @@ class Daemon:
             (folder / "profile.toml").write_text(emulated)
             emulated = str(folder / "profile.toml")
         self._socket, self._log = folder / "admin.sock", folder / "log"
+        self.ready_at: dict[str, float] = {}        # by worker, of this machine's clock: its emulated clock's 0
         self._command = [sys.executable, "-m", "epdd", "--emulate", emulated, "--port", "0",
                          "--set", f"admin.socket={self._socket}", "--set", "log.level=warning"]
         for setting in settings:
@@ -103,6 +104,9 @@ class Daemon:
         while True:
             try:
                 status = self.status()
+                for worker in status["workers"]:
+                    if worker["state"] == "READY":
+                        self.ready_at.setdefault(worker["name"], time.monotonic())
                 if status["state"] == "ready":
                     break
             except (OSError, client.CtlError):
@@ -110,7 +114,7 @@ class Daemon:
             if self._process.poll() is not None or time.monotonic() > end:
                 await self.__aexit__(None, None, None)
                 raise SystemExit("the daemon did not come up")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         self.url = f"http://127.0.0.1:{status['listen']['port']}/v1/chat/completions"
         return self
 
@@ -155,11 +159,12 @@ def body(sizes: Sequence[tuple[int, int]], text: str, rng: random.Random, **fiel
     return json.dumps({"messages": [{"role": "user", "content": content}], "stream": True, **fields}).encode()
 
 
-async def open_loop(url: str, times: Sequence[float], bodies: Sequence[bytes]) -> list[Answered]:
-    """Send each body at its time; ends the program when one is refused."""
+async def open_loop(url: str, times: Sequence[float], bodies: Sequence[bytes],
+                    began: float | None = None) -> list[Answered]:
+    """Send each body at its time after `began` (soon); ends the program when one is refused."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        began = time.monotonic() + 0.5
+        began = began or time.monotonic() + 0.5
         return await asyncio.gather(*(_ask(session, url, data, began + at) for at, data in zip(times, bodies)))
 
 

@@ -2,13 +2,14 @@
 
 `etc/epdd.toml` lists every setting at its default with the reason; a test holds it equal to `Config()`.
 A setting `key` of section `name` is `EPDD_NAME_KEY` in the environment and `--set name.key=value` on the
-command line.
+command line.  The file is long because the settings are many; what reads them is short.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,16 @@ SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
 class Server:
     host: str = "127.0.0.1"
     port: int = 8765                        # 0: any free port, shown in `epdctl status`
+    unix_socket: str = ""                   # another listener; empty: none
+    unix_socket_mode: int = 0o600
+    unix_socket_group: str = ""             # give the socket to this group and allow it
+    api_keys: tuple[str, ...] = field(default=(), repr=False)   # without any, no key is needed
+    api_keys_file: str = ""                 # more keys, one a line
+    cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
     requests_max: int = 256                 # requests in the house; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
     timeout_s: float = 600.0                # from the request's arrival to its last token
+    strict: bool = False                    # refuse requests with fields nobody knows
     drain_s: float = 30.0                   # at stop: time for running requests to end
 
 
@@ -44,6 +52,7 @@ class Admin:
 class Model:
     path: str = ""                          # empty: the demo model that ships with epdd
     name: str = ""                          # name in the API; empty: the folder's name
+    aliases: tuple[str, ...] = ()           # other names that requests may use
     dtype: str = "auto"
     context_max: int = 0                    # tokens; 0: what the checkpoint allows
 
@@ -83,6 +92,7 @@ class Router:
 class Media:
     fetch: str = "public"                   # http(s) images: off, allowlist, public
     allow: tuple[str, ...] = ()             # allowlist: host, host:port or CIDR
+    folders: tuple[str, ...] = ()           # file: images, from below these only; none: off
     timeout_s: float = 10.0                 # whole fetch, not each read
     redirects_max: int = 3
     file_bytes_max: int = 32 << 20          # one image file
@@ -161,6 +171,8 @@ _CHOICES = {
     "log.level": ("debug", "info", "warning", "error"),
 }
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")      # as browsers send it: no path, no slash at the end
+
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Config, argparse.Namespace]:
     """Settings from file, environment and arguments, the later winning.  Raises ConfigError."""
@@ -222,6 +234,9 @@ def validate(config: Config) -> None:
                 raise ConfigError(f"{section}.{f.name} is {value}; it must not be negative")
     if config.server.port > 65535:
         raise ConfigError(f"server.port is {config.server.port}; at most 65535")
+    for origin in config.server.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"server.cors_origins has {origin!r}; expected: \"*\" or like \"https://example.com\"")
     for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max", "media.fetches_max"):
         section, key = name.split(".")
         if getattr(getattr(config, section), key) < 1:
@@ -258,7 +273,11 @@ def _from_environ(config: Config, environ: Mapping[str, str]) -> Config:
 def _coerce(value: Any, kind: Any, where: str) -> Any:
     """`value` (from TOML, or text from environment and arguments) as `kind`."""
     try:
-        if kind is int:
+        if kind is bool:
+            words = {"true": True, "false": False}
+            if str(value).lower() in words:     # TOML's own values too
+                return words[str(value).lower()]
+        elif kind is int:
             if isinstance(value, str):
                 return int(value, 0)
             if isinstance(value, int) and not isinstance(value, bool):
@@ -278,10 +297,11 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
                 return tuple(item.strip() for item in items if item.strip())
     except ValueError:
         pass
-    raise ConfigError(f"{where} is {value!r}; {_KINDS.get(kind, 'a list of texts')} expected")
+    shown = "..." if where.endswith("api_keys") else repr(value)
+    raise ConfigError(f"{where} is {shown}; {_KINDS.get(kind, 'a list of texts')} expected")
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,7 @@
-"""Boot and stop, top to bottom: one process, one event loop, no torch."""
+"""Boot and stop, top to bottom: one process, one event loop, no torch.
+
+Long because it is one story, whose parts are used once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ from epdd.fleet.process import ForkServer
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor, preload_modules
 from epdd.fleet.worker import State, Worker
-from epdd.frontend import app, terminal
+from epdd.frontend import app, terminal, unix_socket
 from epdd.frontend.admin import AdminServer
 from epdd.frontend.context import Context
 from epdd.frontend.metrics import RequestStats
@@ -114,6 +118,7 @@ class Daemon:
         self._arguments = arguments
         self._stop = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
+        self._cleanup = ExitStack()     # what a stop leaves to remove
         self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
@@ -165,6 +170,7 @@ class Daemon:
             self._terminal.stop()
             await self._supervisor.stop()
             await runner.cleanup()
+            self._cleanup.close()
             if admin is not None:
                 await admin.stop()
         logger.info("epdd stopped")
@@ -181,7 +187,13 @@ class Daemon:
             await web.TCPSite(runner, server.host, server.port).start()
         except OSError as error:
             raise StartupError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from None
-        return int(runner.addresses[0][1])
+        port = int(runner.addresses[0][1])
+        if server.unix_socket:
+            listener = unix_socket.listen(Path(server.unix_socket), server.unix_socket_mode, server.unix_socket_group,
+                                          "server.unix_socket")
+            self._cleanup.callback(Path(server.unix_socket).unlink, missing_ok=True)
+            await web.SockSite(runner, listener).start()
+        return port
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -282,8 +294,9 @@ class Daemon:
             systemd.notify(READY="1")
             logger.info("epdd ready")
             self._terminal.stop()
-            terminal.greet(self._context.model_name, self._settings.server.host, self._status.port,
-                           self._admin_socket)
+            server = self._settings.server
+            terminal.greet(self._context.model_name, server.host, self._status.port, self._admin_socket,
+                           keyed=bool(server.api_keys or server.api_keys_file))
         systemd.notify(STATUS=self._status.line(state, why))
 
     async def _report(self) -> None:

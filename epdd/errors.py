@@ -71,6 +71,14 @@ class BadRequest(RequestError):
     """A field is missing, of the wrong type or out of range."""
 
 
+class Unauthorized(RequestError):
+    """The server has API keys, and the request has none of them."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
 class NotFound(RequestError):
     """No such route, model or object."""
 

@@ -21,7 +21,7 @@ from epdd.errors import ProtocolError
 from epdd.pace import Pace
 
 HEAD = struct.Struct("<II")
-HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans and a large logit_bias stays far below
+HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans, a large logit_bias and grammar stays far below
 RAW_BYTES_MAX = 256 << 20     # an image file or a prompt of 64 million tokens
 CONTENT_LETTERS = 40          # 160 bits: no two files share them by chance
 
@@ -92,6 +92,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int = -1              # -1: none; n >= 0: the chosen token's and the n best
     ignore_eos: bool = False
+    grammar: str = ""               # that the answer must follow, in llguidance's Lark; empty: any text
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -189,7 +190,7 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     """The answer is whole."""
 
     id: str
-    reason: str                     # "stop" (EOS or stop_token_ids) or "length"
+    reason: str                     # "stop" (EOS, stop_token_ids, or the grammar is complete) or "length"
     stop_token: int | None = None
 
 

@@ -53,8 +53,10 @@ def test_system_file_is_read_where_it_is(monkeypatch, tmp_path):
 
 
 def test_texts_become_values(no_system_file):
-    found = load("--set", "admin.mode=0o660", "--set", "media.allow= a , b,", "--set", "router.ratio=6")
+    found = load("--set", "admin.mode=0o660", "--set", "media.allow= a , b,", "--set", "router.ratio=6",
+                 "--set", "server.strict=True", EPDD_MODEL_ALIASES="x,y")
     assert (found.admin.mode, found.media.allow, found.router.ratio) == (0o660, ("a", "b"), 6.0)
+    assert (found.server.strict, found.model.aliases) == (True, ("x", "y"))
 
 
 @pytest.mark.parametrize("text, found", [
@@ -82,6 +84,9 @@ def test_workers_one_by_one(tmp_path):
     ("[server]\nport = 1.5", "server.port is 1.5; a whole number expected"),
     ("[model]\npath = 1", "model.path is 1; text expected"),
     ("[media]\nallow = [1]", "media.allow is [1]; "), ("[server", "epdd.toml: "),
+    ("[server]\nstrict = 1", "server.strict is 1; true or false expected"),
+    ("[server]\ncors_origins = ['https://a.example/']", "server.cors_origins has 'https://a.example/'; expected"),
+    ("[server]\napi_keys = ['sk-1', 5]", "server.api_keys is ...; a list of texts expected"),
     ("[server]\nport = 70000", "server.port is 70000; at most 65535"),
     ("[router]\npolicy = 'x'", "router.policy is 'x'; allowed: budget, earliest"),
     ("[pd]\nthreads = -1", "pd.threads is -1; it must not be negative"),

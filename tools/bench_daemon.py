@@ -168,7 +168,7 @@ async def burst(session, url, count, port):
     _, rest = await while_looking(asyncio.sleep(1))
     answers, found = await while_looking(asyncio.gather(*(ask(session, url, data) for data in bodies)))
     p99, p99_rest = (1e3 * times[int(0.99 * (len(times) - 1))] for times in (found, rest))
-    print(f"{count} at once: {len(answers)} answered, the last after {max(end for _, end in answers):.2f} s; event loop "
+    print(f"{count} at once: {len(answers)} answered, the last after {max(end for _, end in answers):.2f} s; loop "
           f"late p99 {p99:.0f} ms, worst {1e3 * found[-1]:.0f} ms meanwhile; p99 {p99_rest:.0f} ms at rest "
           f"({len(found)} looks)")
 

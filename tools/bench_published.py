@@ -142,7 +142,7 @@ def request_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="requests/s")
-    parser.add_argument("--requests", type=int, default=120, help="at each rate")
+    parser.add_argument("--requests", type=int, default=200, help="at each rate")
     parser.add_argument("--policy", default="earliest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=2.0, help="how many times faster than the profile")

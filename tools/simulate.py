@@ -180,7 +180,7 @@ def slack(args: argparse.Namespace, report: Report) -> None:
 
 # --- what pays
 
-PAYS = 0.03             # one more encoder must cut p99 by this
+PAYS = 0.05             # an encoder pays if it and those beyond it cut p99 by this each, on average
 
 
 def sweep(args: argparse.Namespace, report: Report) -> None:
@@ -191,7 +191,7 @@ def sweep(args: argparse.Namespace, report: Report) -> None:
     mix = scenarios.equal(8)
 
     def fleet_of(cpus: int) -> list[Encoder]:
-        return [replace_name(gpu, "encoder/0"), *(replace_name(cpu, f"encoder/{i + 1}") for i in range(cpus))]
+        return [gpu._replace(name="encoder/0"), *(cpu._replace(name=f"encoder/{i + 1}") for i in range(cpus))]
 
     _sweep_ratio(args, report, fleet_of(4), mix)
     found: dict[int, Grid] = {n: grid(args, fleet_of(n), [EARLIEST], args.rates, mix, range(args.seeds))
@@ -209,20 +209,14 @@ def sweep(args: argparse.Namespace, report: Report) -> None:
         for i, share in enumerate((0.5, 0.99))], log=True)
 
 
-def replace_name(encoder: Encoder, name: str) -> Encoder:
-    return encoder._replace(name=name)
-
-
-def worth(p99: Sequence[float], rate: float) -> str:
-    """How many CPU encoders pay, in a sentence; p99 in seconds with 0, 1, 2... of them."""
-    pays = next((n for n in range(len(p99) - 1) if all(later > (1 - PAYS) * before for before, later in
-                                                       zip(p99[n:], p99[n + 1:]))), len(p99) - 1)
-    if not pays:
-        return f"{rate:g} requests/s: no CPU encoder pays; p99 is {p99[0]:.2f} s without."
-    begin = f"{rate:g} requests/s: {pays} CPU encoders cut p99 from {p99[0]:.2f} s to {p99[pays]:.2f} s"
-    if pays == len(p99) - 1:
-        return f"{begin}; more were not tried."
-    return f"{begin}; one more brings {max(0.0, 1 - p99[pays + 1] / p99[pays]):.1%}, less than {PAYS:.0%}."
+def worth(p99: Sequence[float], rate: float, here: int = 4) -> str:
+    """What CPU encoders are worth, in a sentence; p99 in seconds with 0, 1, 2... of them, `here` being looked at."""
+    last = len(p99) - 1
+    here = min(here, last - 1)
+    pays = next(n for n in range(last + 1) if p99[last] >= (1 - PAYS) ** (last - n) * p99[n])
+    end = f"beyond {pays} they bring less than" if pays < last else f"up to {last} they bring at least"
+    return (f"{rate:g} requests/s: {here} CPU encoders cut p99 from {p99[0]:.2f} s to {p99[here]:.2f} s, one more "
+            f"another {1 - p99[here + 1] / p99[here]:.0%}; {end} {PAYS:.0%} each.")
 
 
 def _sweep_ratio(args: argparse.Namespace, report: Report, fleet: Sequence[Encoder], mix: scenarios.Mix) -> None:

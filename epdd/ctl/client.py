@@ -15,6 +15,7 @@ from epdd.config import runtime_dir
 
 SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
 ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs
+KEY_VARIABLE = "EPDD_API_KEY"       # for `chat`, where the daemon asks for keys
 CHAT_S = 600.0                      # between two parts of an answer, the first waits for a whole prefill
 
 
@@ -104,7 +105,10 @@ def chat(host: str, port: int, question: str, images: Sequence[str]) -> Iterator
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     connection = http.client.HTTPConnection(host, port, timeout=CHAT_S)
     try:
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        connection.request("POST", "/v1/chat/completions", body, headers)
         response = connection.getresponse()
         if response.status != 200:
             raise CtlError(_error_of(response.read()) or f"HTTP {response.status} {response.reason}")

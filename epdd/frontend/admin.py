@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import grp
 import logging
-import os
-import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,8 @@ import orjson
 
 from epdd import __version__
 from epdd.config import Admin
-from epdd.errors import BadRequest, ConfigError, EpddError, StartupError
+from epdd.errors import BadRequest, EpddError
+from epdd.frontend import unix_socket
 
 log = logging.getLogger(__name__)
 
@@ -35,38 +32,8 @@ class AdminServer:
 
     async def start(self) -> None:
         """Bind and listen.  Raises ConfigError (no such group), StartupError (another daemon listens there)."""
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._clear_stale()
-            # Created closed to all others; opened to a group only once it belongs to it.
-            mask = os.umask(0o177)
-            try:
-                self._server = await asyncio.start_unix_server(self._serve, self.path, limit=LINE_BYTES_MAX)
-            finally:
-                os.umask(mask)
-            if self._config.group:
-                os.chown(self.path, -1, grp.getgrnam(self._config.group).gr_gid)
-                os.chmod(self.path, self._config.mode | 0o060)
-            else:
-                os.chmod(self.path, self._config.mode)
-        except KeyError:
-            raise ConfigError(f"admin.group: no group {self._config.group!r}") from None
-        except OSError as error:
-            raise StartupError(f"admin socket {self.path}: {error.strerror or error}") from None
-
-    def _clear_stale(self) -> None:
-        """Remove the socket of a daemon that was killed; never that of a living one."""
-        if not self.path.exists():
-            return
-        if not stat.S_ISSOCK(self.path.stat().st_mode):
-            raise StartupError(f"admin.socket: {self.path} is there and no socket")
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(self.path))
-            except ConnectionRefusedError:
-                self.path.unlink()
-            else:
-                raise StartupError(f"another daemon listens on {self.path}")
+        listener = unix_socket.listen(self.path, self._config.mode, self._config.group, "admin.socket")
+        self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LINE_BYTES_MAX)
 
     async def stop(self) -> None:
         if self._server is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerFailed
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend.calls import CallDelta, CallParser, Parsed
 from epdd.frontend.context import Event
-from epdd.frontend.openai import Chat
-from epdd.frontend.text import TextStream, Vocabulary
+from epdd.frontend.openai import Options
+from epdd.frontend.text import TextStream
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _LOGPROB_MIN = -9999.0      # JSON has no minus infinity
@@ -26,20 +28,22 @@ class Delta:
     text: str
     logprobs: list[_Json]
     finish_reason: str | None = None
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class Answers:
     """The choices of one request, built up from its events."""
 
-    def __init__(self, chat: Chat, request: Request, vocabulary: Vocabulary) -> None:
+    def __init__(self, options: Options, request: Request, vocabulary: Vocabulary) -> None:
         # Taken now: the request's images are let go at its first token.
         self._prompt = len(request.tokens)
         self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
-        self._wants_logprobs = chat.logprobs
+        self._wants_logprobs = options.logprobs
         self._streams: list[TextStream[_Json]] = [
-            TextStream(vocabulary, chat.stop, chat.skip_special_tokens, chat.sampling.min_tokens)
+            TextStream(vocabulary, options.stop, options.skip_special_tokens, options.sampling.min_tokens)
             for _ in range(request.n)]
+        self._parsers = [CallParser() for _ in range(request.n)] if options.structure.calls else []
         self._running = set(range(request.n))       # choices that text can still be added to
         self._working = set(range(request.n))       # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
@@ -80,9 +84,22 @@ class Answers:
             piece = stream.end()
             reason = "stop" if stream.stopped else message.reason
             self._stop_tokens += message.stop_token is not None
+        parsed, reason = self._parsed(index, piece.text, reason)
         if reason:
             self._running.remove(index)
-        return Delta(index, piece.text, piece.marks, reason)
+        return Delta(index, parsed.text, piece.marks, reason, parsed.calls)
+
+    def _parsed(self, index: int, text: str, reason: str | None) -> tuple[Parsed, str | None]:
+        """The text and the calls in it; an answer that ends with whole calls says so."""
+        if not self._parsers:
+            return Parsed(text), reason
+        parser = self._parsers[index]
+        parsed = parser.push(text)
+        if reason:
+            reason = "tool_calls" if reason == "stop" and parser.calls and not parser.inside else reason
+            rest = parser.end()
+            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
+        return parsed, reason
 
     def usage(self) -> _Json:
         return {
@@ -106,71 +123,107 @@ class Answers:
         return {"token": data.decode(errors="replace"), "logprob": max(value, _LOGPROB_MIN), "bytes": list(data)}
 
 
+def total_usage(parts: Sequence[_Json]) -> _Json:
+    """The usage of a request, from that of its prompts."""
+    if len(parts) == 1:
+        return parts[0]
+    details = [part["prompt_tokens_details"] for part in parts]
+    return {**{name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"},
+            "prompt_tokens_details": {name: sum(detail[name] for detail in details) for name in details[0]}}
+
+
 class Whole:
     """A `chat.completion` object, from deltas."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._wants_logprobs = chat.logprobs
-        self._texts: list[list[str]] = [[] for _ in range(chat.n)]
-        self._logprobs: list[list[_Json]] = [[] for _ in range(chat.n)]
-        self._reasons: list[str | None] = [None] * chat.n
+    kind = "chat.completion"
+
+    def __init__(self, options: Options, choices: int) -> None:
+        self._wants_logprobs = options.logprobs
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[_Json]] = [[] for _ in range(choices)]
+        self._reasons: list[str | None] = [None] * choices
+        self._calls: list[list[_Json]] = [[] for _ in range(choices)]
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
         self._logprobs[delta.index] += delta.logprobs
         self._reasons[delta.index] = delta.finish_reason
+        calls = self._calls[delta.index]
+        for call in delta.calls:
+            if call.index == len(calls):
+                calls.append(_call(call))
+            else:
+                calls[call.index]["function"]["arguments"] += call.arguments
 
     def body(self, head: _Json, usage: _Json) -> _Json:
-        choices = [{
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(text), "refusal": None},
-            "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None,
-            "finish_reason": reason,
-        } for index, (text, logprobs, reason) in enumerate(zip(self._texts, self._logprobs, self._reasons))]
-        return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+        choices = [{"index": index, **self._said("".join(text), logprobs, calls), "finish_reason": reason}
+                   for index, (text, logprobs, calls, reason) in enumerate(
+                       zip(self._texts, self._logprobs, self._calls, self._reasons))]
+        return {**head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
+        return {"message": _message(text, calls),
+                "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None}
 
 
 class Chunks:
     """`chat.completion.chunk` objects, from deltas."""
 
-    def __init__(self, chat: Chat, head: _Json, usage: Callable[[], _Json]) -> None:
-        self._chat = chat
-        self._head = {**head, "object": "chat.completion.chunk"}
+    kind = "chat.completion.chunk"
+
+    def __init__(self, options: Options, head: _Json, usage: Callable[[], _Json]) -> None:
+        self._options = options
+        self._head = {**head, "object": self.kind}
         self._usage = usage
         self._begun: set[int] = set()
 
     def of(self, delta: Delta) -> list[_Json]:
-        """The role before a choice's first token, text if there is any, and the end in a chunk of its own."""
+        """The role before a choice's first token, text and calls if there are any, and the end in a chunk of its
+        own."""
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         if delta.text or delta.logprobs:
             chunks.append(self._chunk(delta.index, {"content": delta.text}, delta.logprobs))
+        if delta.calls:
+            calls = [{"index": call.index, **(_call(call) if call.id else {"function": {"arguments": call.arguments}})}
+                     for call in delta.calls]
+            chunks.append(self._chunk(delta.index, {"tool_calls": calls}))
         if delta.finish_reason:
             chunks.append(self._chunk(delta.index, {}, reason=delta.finish_reason))
         return chunks
 
     def last(self) -> list[_Json]:
         """The usage chunk: clients that did not ask for it take `choices[0]` of every chunk."""
-        return [{**self._head, "choices": [], "usage": self._usage()}] if self._chat.include_usage else []
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._options.include_usage else []
 
     def _chunk(self, index: int, delta: _Json, logprobs: list[_Json] | None = None,
                reason: str | None = None) -> _Json:
-        chunk = {**self._head, "choices": [{
-            "index": index, "delta": delta,
-            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-            "finish_reason": reason,
-        }]}
-        if self._chat.continuous_usage:
+        return self._with_choice({"index": index, "delta": delta,
+                                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+                                  "finish_reason": reason})
+
+    def _with_choice(self, choice: _Json) -> _Json:
+        chunk = {**self._head, "choices": [choice]}
+        if self._options.continuous_usage:
             chunk["usage"] = self._usage()
-        elif self._chat.include_usage:
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
 
-def model_card(name: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
-    """An entry of /v1/models; benchmark clients read `root` too."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": name, "parent": None,
+def _message(text: str, calls: list[_Json]) -> _Json:
+    message: _Json = {"role": "assistant", "content": text, "refusal": None}
+    return message | {"content": text or None, "tool_calls": calls} if calls else message
+
+
+def _call(begun: CallDelta) -> _Json:
+    return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": begun.arguments}}
+
+
+def model_card(name: str, root: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
+    """An entry of /v1/models; benchmark clients read `root`, the name that `name` is an alias of, too."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": root, "parent": None,
             "max_model_len": context_max, "input_modalities": ["text", "image"],
             **({} if emulated is None else {"emulated": emulated})}

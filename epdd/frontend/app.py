@@ -2,62 +2,84 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from epdd import __version__
-from epdd.errors import NotFound
-from epdd.frontend import chat, exposition, faults, ids
-from epdd.frontend.answers import model_card
+from epdd.errors import Unauthorized
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend import faults, ids, keys
+from epdd.frontend.body import Bodies
+from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
+from epdd.frontend.cors import Cors
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
+from epdd.frontend.pages import Pages
 from epdd.frontend.prompt import PromptMaker
+from epdd.frontend.text_completions import TextCompletions
+from epdd.frontend.tokens import TokenPages
 
-_CHAT = web.AppKey("chat", chat.ChatCompletions)
+_HTTP_LOG = logging.getLogger("aiohttp.server")
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
 
 
 def build(context: Context) -> web.Application:
     """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
 
-    Raises ModelError if the checkpoint's tokenizer or template cannot be used.
+    Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
+    used, ConfigError on a bad allowlist or file of keys.
     """
+    _HTTP_LOG.addFilter(_no_client_faults)
+    config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, executor)
-    app = web.Application(middlewares=[_errors(context.stats)])
-    app.on_response_prepare.append(_mark)
+    vocabulary = Vocabulary(prompts.tokenizer)
+    bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
+    media = Media(config.media, context.family, executor)
+    context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
+    guard, cors = keys.load(config.server), Cors(config.server.cors_origins)
+    app = web.Application(middlewares=[_errors(context.stats), cors.middleware(), guard.middleware()])
+    app.on_response_prepare.extend((_mark, cors.mark))
+
+    async def expect(request: web.Request) -> web.StreamResponse | None:
+        """`Expect: 100-continue`: a request without a key, or too large, is refused before its body is sent."""
+        try:
+            guard.check(request)
+        except Unauthorized as error:
+            return faults.response(error)
+        return await bodies.expect(request)
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
-        media = Media(context.config.media, context.family, executor)
-        endpoint = app[_CHAT] = chat.ChatCompletions(context, media, prompts)
-        context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: endpoint.bodies.held)
         yield
         await media.close()
         executor.shutdown(wait=False, cancel_futures=True)
 
     app.cleanup_ctx.append(lifetime)
-    for path in ("/v1/chat/completions", "/chat/completions"):
-        app.router.add_post(path, _chat, expect_handler=_expect)
-    pages = _Pages(context)
+    chat = ChatCompletions(context, bodies, media, prompts, vocabulary, executor)
+    text = TextCompletions(context, bodies, prompts, vocabulary)
+    tokens = TokenPages(context, bodies, media, prompts, executor)
+    for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),
+                           ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
+        for prefix in ("/v1", ""):
+            app.router.add_post(prefix + path, endpoint, expect_handler=expect)
+    pages = Pages(context, guard.needed)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
-                       ("/version", pages.version), ("/metrics", pages.metrics)):
+                       ("/version", pages.version), ("/metrics", pages.metrics),
+                       ("/openapi.json", pages.openapi)):
         app.router.add_get(path, page)
     return app
 
 
-async def _chat(request: web.Request) -> web.StreamResponse:
-    return await request.app[_CHAT](request)
-
-
-async def _expect(request: web.Request) -> web.StreamResponse | None:
-    return await request.app[_CHAT].bodies.expect(request)
+def _no_client_faults(record: logging.LogRecord) -> bool:
+    """What cannot even be parsed is answered with a 400 before any middleware.  It is the client's fault, and aiohttp
+    would log the bytes: a header with an API key, say."""
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 def _errors(stats: RequestStats) -> Middleware:
@@ -82,64 +104,3 @@ def _errors(stats: RequestStats) -> Middleware:
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["x-request-id"] = ids.shown(request)
     response.headers["Server"] = "epdd"
-
-
-class _Pages:
-    """The small endpoints."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._exposition = exposition.Exposition(context.stats, context.status)
-
-    async def models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._card()]})
-
-    async def model(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name != self._context.model_name:
-            raise NotFound(f"The model `{name[:100]}` does not exist", code="model_not_found", param="model")
-        return _json(self._card())
-
-    async def health(self, request: web.Request) -> web.Response:
-        """200 while the daemon can serve or will; 503 when a role has no worker that ever could."""
-        status = self._context.status()
-        roles = _by_role(status)
-        dead = status["state"] == "failed" or any(set(states) == {"failed"} for states in roles.values())
-        word = "failed" if dead else {"ready": "ok"}.get(status["state"], status["state"])
-        # No reasons here: they may name files, and this page is everybody's.  `epdctl status` has them.
-        return _json({"status": word, "workers": roles}, 503 if dead else 200)
-
-    async def ready(self, request: web.Request) -> web.Response:
-        """200 when a request with an image could be served now."""
-        status = self._context.status()
-        roles = _by_role(status)
-        ready = (status["state"] not in ("draining", "failed")
-                 and all(roles.get(role, {}).get("ready") for role in ("encoder", "pd")))
-        return _json({"ready": ready, "workers": roles}, 200 if ready else 503)
-
-    async def ping(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
-
-    async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": __version__})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._exposition.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
-
-    def _card(self) -> dict[str, Any]:
-        context = self._context
-        return model_card(context.model_name, context.created, context.context_max(), context.emulated)
-
-
-def _by_role(status: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """How many workers of each role are in each state."""
-    roles: dict[str, dict[str, int]] = {}
-    for worker in status["workers"]:
-        states = roles.setdefault(worker["role"], {})
-        state = str(worker["state"]).lower()
-        states[state] = states.get(state, 0) + 1
-    return roles
-
-
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -47,3 +47,8 @@ class Context:
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     stats: RequestStats                     # its snapshot() is the "requests" part of status
     emulated: dict[str, Any] | None = None  # what is said of an emulated fleet
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name requests may use for the model, its own first."""
+        return self.model_name, *self.config.model.aliases

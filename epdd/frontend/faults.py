@@ -25,6 +25,8 @@ def response(error: EpddError, headers: dict[str, str] | None = None) -> web.Res
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, headers=headers, body=orjson.dumps(envelope(error)),
                         content_type="application/json")
 

@@ -12,10 +12,13 @@ _CLIENT_CHARS_MAX = 128
 _CLIENT_ODD = re.compile(r"[^A-Za-z0-9._:-]+")
 
 
-def own(http: web.Request) -> str:
-    """Unique.  The client's X-Request-ID is never a key: two requests may carry the same."""
+def own(http: web.Request, kind: str = "req") -> str:
+    """Unique, and begins with `kind` if this is the first question.
+
+    The client's X-Request-ID is never a key: two requests may carry the same.
+    """
     if _OWN not in http:
-        http[_OWN] = f"chatcmpl-{uuid.uuid4().hex}"
+        http[_OWN] = f"{kind}-{uuid.uuid4().hex}"
     return http[_OWN]
 
 

@@ -1,4 +1,4 @@
-"""The images of a request: their files by data: URL or http(s), then size, cost and cache key from the header.
+"""The images of a request: their files by data:, http(s): or file: URL, then size, cost and cache key from the header.
 
 No pixel is decoded here.  All limits on images are: how many, how many bytes, how many pixels.
 """
@@ -20,6 +20,7 @@ from epdd.families import Family
 from epdd.frontend import image_header
 from epdd.frontend.budget import Budget, Share
 from epdd.frontend.fetch import Fetcher
+from epdd.frontend.files import Folders
 from epdd.frontend.messages import ImageRef
 from epdd.wire import content_hash
 
@@ -53,6 +54,7 @@ class Media:
         self._family = family
         self._executor = executor
         self._fetcher = Fetcher(limits)
+        self._folders = Folders(limits.folders, limits.file_bytes_max)
         self.budget = Budget(limits.inflight_bytes_max)
 
     async def close(self) -> None:
@@ -85,8 +87,12 @@ class Media:
             source: str | bytes = ref.url
             if _scheme(ref.url) in ("http", "https"):
                 source = await self._fetcher.fetch(ref.url)
+            elif _scheme(ref.url) == "file":
+                source = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._folders.read, ref.url)
             elif _scheme(ref.url) != "data":
-                raise MediaError("An image URL must begin with data:, http: or https:", code="invalid_image_url")
+                raise MediaError("An image URL must begin with data:, http:, https: or file:",
+                                 code="invalid_image_url")
             if len(source) <= _INLINE_BYTES:
                 return self._read(source, min_pixels, max_pixels)
             return await asyncio.get_running_loop().run_in_executor(

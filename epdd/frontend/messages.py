@@ -1,15 +1,15 @@
-"""The `messages` and `tools` of a chat request: JSON to a conversation, every fault named by its place."""
+"""The `messages` of a request to a conversation, every fault named by its place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 
 from epdd.errors import BadRequest
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from epdd.frontend.schema import ChatBody, ChatMessage, ImagePart, InputImage, Part, RefusalPart, TokenizeBody
 
 # Fields of a message that templates read, and under which name; all others that SDKs echo back (refusal,
 # audio, ...) are ignored.
@@ -49,69 +49,43 @@ class Conversation:
                 for part in message.content if isinstance(part, ImageRef)]
 
 
-def parse_messages(value: Any) -> list[Message]:
-    """Raises BadRequest naming the message and part."""
-    if not isinstance(value, list):
-        raise BadRequest("messages must be a list of messages", param="messages")
-    if not value:
-        raise BadRequest("messages must hold at least one message", param="messages")
-    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+def conversation(said: ChatBody | TokenizeBody, tools: list[_Json]) -> Conversation:
+    """With the tools that the template shows.  Raises BadRequest naming the message."""
+    options = msgspec.structs.asdict(said.chat_template_kwargs) if said.chat_template_kwargs else {}
+    return Conversation(
+        [_message(message, f"messages[{index}]") for index, message in enumerate(said.messages or [])],
+        tools,
+        {name: value for name, value in options.items() if value is not None})
 
 
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise BadRequest(f"{where} must be an object", param=where)
-    role = item.get("role")
-    if role not in ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+def _message(message: ChatMessage, where: str) -> Message:
     fields: _Json = {}
     for name, template_name in _TEMPLATE_FIELDS.items():
-        value = item.get(name)
+        value = getattr(message, name)
         if value is not None:
-            if not isinstance(value, str):
-                raise BadRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
             fields[template_name] = value
-    calls = item.get("tool_calls")
-    if calls and role == "assistant":
-        fields["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    content = item.get("content")
+    if message.tool_calls and message.role == "assistant":
+        fields["tool_calls"] = _tool_calls(message.tool_calls, f"{where}.tool_calls")
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
     if content is None:
         # Only an assistant may say nothing: SDKs echo null beside tool_calls, function_call or refusal.
         if role != "assistant":
             raise BadRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
         content = ""
-    return Message("system" if role == "developer" else role, _content(content, f"{where}.content"), fields)
+    if isinstance(content, str):
+        return Message(role, content, fields)
+    return Message(role, [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)], fields)
 
 
-def _content(value: Any, where: str) -> str | list[str | ImageRef]:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise BadRequest(f"{where} must be a string or a list of parts", param=where)
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)]
-
-
-def _part(part: Any, where: str) -> str | ImageRef:
+def _part(part: Part, where: str) -> str | ImageRef:
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict):
-        raise BadRequest(f"{where} must be an object with a type", param=where)
-    kind = part.get("type")
-    if kind in ("text", "input_text", "output_text"):
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise BadRequest(f"{where}.text must be a string", param=f"{where}.text")
-        return text
-    if kind == "refusal":   # an assistant's part that SDKs echo back
-        return str(part.get("refusal") or "")
-    if kind in ("image_url", "input_image"):
-        # Older clients send the URL as a bare string; `detail` is accepted and changes nothing.
-        image = part.get("image_url")
-        url = image.get("url") if isinstance(image, dict) else image
-        if not isinstance(url, str):
-            raise BadRequest(f"{where}.image_url must be a URL or an object with a url", param=f"{where}.image_url")
-        return ImageRef(url, where)
-    raise BadRequest(f"{where} has an unknown type; text, image_url and input_image are supported", param=where)
+    if isinstance(part, (ImagePart, InputImage)):
+        # Older clients send the URL as a bare string.
+        image = part.image_url
+        return ImageRef(image if isinstance(image, str) else image.url, where)
+    return (part.refusal or "") if isinstance(part, RefusalPart) else part.text
 
 
 def _tool_calls(value: Any, where: str) -> list[_Json]:
@@ -134,18 +108,3 @@ def _tool_call(call: Any, where: str) -> _Json:
         arguments = parsed if isinstance(parsed, dict) else arguments
     function = {"name": function["name"], "arguments": arguments if arguments is not None else {}}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
-
-
-def parse_tools(tools: Any, choice: Any) -> list[_Json]:
-    """The tools a template may show.  Answers stay text, so a choice that demands a call is refused."""
-    if choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice must be none or auto; a call cannot be forced here", param="tool_choice")
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise BadRequest("tools must be a list", param="tools")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"tools[{index}] must have a function with a name", param=f"tools[{index}]")
-    return tools

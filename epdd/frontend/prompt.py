@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ _STAND_INS = 0xDC00         # first lone low surrogate
 @dataclass(frozen=True)
 class Prompt:
     tokens: list[int]           # placeholders expanded
-    spans: list[Placed]
+    spans: list[Placed] = field(default_factory=list)
+    param: str = "messages"     # what the request calls it
 
     def limit(self, sampling: Sampling, context_max: int) -> Sampling:
         """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
         room = context_max - len(self.tokens)
         if room < 1:
-            raise ContextLength(_too_long(context_max, str(len(self.tokens))), param="messages")
+            raise _too_long(context_max, str(len(self.tokens)), self.param)
         # A max_tokens beyond the context is a client's way to say "all there is".
         most = min(sampling.max_tokens or room, room)
         return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
@@ -62,6 +63,8 @@ class PromptMaker:
         # Longest first: of two tokens that start at the same place, tokenizers take the longer.
         longest = sorted(controls, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
+        self._split_plain = re.compile("(" + "|".join(
+            re.escape(content) for content in longest if controls[content] != self._image) + ")")
         marked = sorted({"|" if "|" in content else content[0] for content in controls})
         self._stand_ins = [(char, chr(_STAND_INS + index)) for index, char in enumerate(marked)]
         self._chars_max = _longest_token(self.tokenizer)
@@ -74,10 +77,20 @@ class PromptMaker:
         # One token holds so many characters at most: far too long a text is not worth the tokenising.
         least = len(text) // self._chars_max
         if least > context_max:
-            raise ContextLength(_too_long(context_max, f"at least {least}"), param="messages")
+            raise _too_long(context_max, f"at least {least}", "messages")
         if len(text) < _INLINE_CHARS:
             return self._tokenise(text, images)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise, text, images)
+
+    async def plain(self, text: str, context_max: int) -> Prompt:
+        """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
+        their placeholders stay text.  Raises ContextLength."""
+        least = len(text) // self._chars_max
+        if least > context_max:
+            raise _too_long(context_max, f"at least {least}", "prompt")
+        if len(text) < _INLINE_CHARS:
+            return self._tokenise_plain(text)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise_plain, text)
 
     def _tokenise(self, text: str, images: Sequence[Image]) -> Prompt:
         pieces = self._split.split(text)    # run, control, run, control, ..., run
@@ -98,6 +111,15 @@ class PromptMaker:
                 tokens.append(token)
             tokens += run.ids
         return Prompt(tokens, spans)
+
+    def _tokenise_plain(self, text: str) -> Prompt:
+        pieces = self._split_plain.split(text)
+        runs = self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
+        tokens: list[int] = list(runs[0].ids)
+        for piece, run in zip(pieces[1::2], runs[1:]):
+            tokens.append(self._controls[piece])
+            tokens += run.ids
+        return Prompt(tokens, param="prompt")
 
     def _shielded(self, value: Any) -> Any:
         """`value` (text, or JSON holding text) with the stand-ins in every string, keys included."""
@@ -150,6 +172,6 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.id_to_token(token) or "") for token in range(tokenizer.get_vocab_size()))
 
 
-def _too_long(context_max: int, have: str) -> str:
-    return (f"This model's maximum context length is {context_max} tokens. However, your messages resulted in "
-            f"{have} tokens. Please reduce the length of the messages.")
+def _too_long(context_max: int, have: str, param: str) -> ContextLength:
+    return ContextLength(f"This model's maximum context length is {context_max} tokens. However, your {param} resulted "
+                         f"in {have} tokens. Please reduce the length of the {param}.", param=param)

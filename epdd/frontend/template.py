@@ -14,15 +14,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from epdd.errors import BadRequest, ModelError
 from epdd.frontend.messages import Conversation, Message
+from epdd.frontend.tool_prompt import spelled
 
 _PROBE = "epdd-probe"
+_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
 Shield = Callable[[Any], Any]
 
 
 class Template:
-    """Renders conversations.  Some templates read only string contents, others only lists: both are tried at
-    load, and contents are handed over in a form that works."""
+    """Renders conversations.  Some templates read only string contents, others only lists, and some know no tools:
+    all are tried at load, and conversations are handed over in a form that works."""
 
     def __init__(self, source: str, variables: dict[str, str], placeholder: str) -> None:
         self._template = _environment().from_string(source)
@@ -30,6 +32,7 @@ class Template:
         self._placeholder = placeholder     # what stands for an image where contents must be strings
         self._strings = self._shows(_PROBE)
         self._lists = self._shows([{"type": "text", "text": _PROBE}])
+        self._tools = self._shows("" if self._strings else [], [_TOOL])
         if not (self._strings or self._lists):
             raise ModelError("the chat template shows no user text")
 
@@ -39,6 +42,7 @@ class Template:
         Raises BadRequest if the template refuses the conversation.
         """
         try:
+            conversation = conversation if self._tools else spelled(conversation)
             messages = [self._message(message, shield) for message in conversation.messages]
             tools = shield(conversation.tools) or None
             return self._render(messages, tools, conversation.options)
@@ -67,9 +71,10 @@ class Template:
             content = "".join(shield(part) if isinstance(part, str) else self._placeholder for part in content)
         return {"role": message.role, "content": content, **shield(message.fields)}
 
-    def _shows(self, content: Any) -> bool:
+    def _shows(self, content: Any, tools: Any = None) -> bool:
+        """Whether the probe, in one of them, is in the text."""
         try:
-            text = self._render([{"role": "user", "content": content}], None, {})
+            text = self._render([{"role": "user", "content": content}], tools, {})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return False
         return _PROBE in text and "'type'" not in text      # a list printed as Python shows it is no text

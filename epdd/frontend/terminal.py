@@ -50,8 +50,11 @@ class Progress:
             self._bars = None
 
 
-def greet(model: str, host: str, port: int, socket: Path) -> None:
-    """Print lines that can be pasted into a shell as they are; not under systemd."""
+def greet(model: str, host: str, port: int, socket: Path, keyed: bool) -> None:
+    """Print lines that can be pasted into a shell as they are; not under systemd.
+
+    `keyed`: there are API keys, of which the shell must have one in EPDD_API_KEY.
+    """
     if "JOURNAL_STREAM" in os.environ or "NOTIFY_SOCKET" in os.environ:
         return
     address = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
@@ -60,12 +63,14 @@ def greet(model: str, host: str, port: int, socket: Path) -> None:
     command = _shortest(Path(sys.executable).parent / "epdctl")
     image = f'{{"type":"image_url","image_url":{{"url":"data:image/png;base64,\'$(base64 -w0 {sample})\'"}}}}'
     text = f'{{"type":"text","text":"{QUESTION}"}}'
+    key = ' -H "Authorization: Bearer $EPDD_API_KEY"' if keyed else ""
+    hint = " (with a key in EPDD_API_KEY)" if keyed else ""
     print(f"""
-epdd serves {model} at http://{address}:{port}/v1.  Try:
+epdd serves {model} at http://{address}:{port}/v1.  Try{hint}:
 
   {command} --socket {socket} chat -i {sample} "{QUESTION}"
 
-  curl -s {url} -H 'Content-Type: application/json' -d \\
+  curl -s {url}{key} -H 'Content-Type: application/json' -d \\
     '{{"messages":[{{"role":"user","content":[{image},{text}]}}]}}'
 """, flush=True)
 

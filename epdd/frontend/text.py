@@ -8,42 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tokenizers import Tokenizer
+from epdd.families.vocabulary import Vocabulary
 
 T = TypeVar("T")
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: itself where printable, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in letters.values()]
-    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
-
-
-class Vocabulary:
-    """The bytes each token stands for."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items()
-                                  if added.special)
-
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
-    def bytes(self, token: int) -> bytes:
-        """Empty for an id without a token: embedding tables are often longer than the vocabulary."""
-        letters = self._tokenizer.id_to_token(token)
-        if letters is None:
-            return b""
-        try:
-            return bytes([_BYTES[letter] for letter in letters])
-        except KeyError:    # an added token outside the byte alphabet stands for itself
-            return letters.encode()
 
 
 class Decoder:

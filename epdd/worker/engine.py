@@ -17,6 +17,7 @@ from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, ProtocolError, WorkerFailed
 from epdd.families import Family
 from epdd.worker import attention, inputs, kv, load, prepack
+from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Request, Rows
 from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
@@ -41,6 +42,7 @@ class Engine:
         prepack.pack(self.model)
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
+        self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_tokens = self._kv_tokens(spec, context)
         self.context_max = min(context, kv_tokens)
@@ -130,10 +132,13 @@ class Engine:
                                 f"the limit of {self.context_max}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
-        stop = frozenset(s.stop_token_ids) | (frozenset() if s.ignore_eos else frozenset(self._family.eos_ids))
+        constraint = self._constraints.make(s.grammar, s.ignore_eos) if s.grammar else None
+        # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
+        eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
+        stop = frozenset(s.stop_token_ids) | eos
         return Request(
             id=message.id, tokens=tokens, prompt=len(tokens), total_max=len(tokens) + s.max_tokens,
-            sampler=Sampler(s, tokens, stop, self._head.out_features, self._device), stop_ids=stop,
+            sampler=Sampler(s, tokens, stop, self._head.out_features, self._device, constraint), stop_ids=stop,
             max_tokens=s.max_tokens, positions=positions, delta=delta, images=images,
             leases_until=images[-1].end if images else len(tokens))
 
@@ -233,7 +238,9 @@ class Engine:
         request.sampler.accept(token)
         request.tokens.append(token)
         self._send(wire.Tokens(request.id, (token,), () if logprob is None else (logprob,)))
-        if len(request.tokens) - request.prompt >= request.max_tokens:
+        if request.sampler.complete:
+            self._end(request, wire.Done(request.id, "stop"))
+        elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
     def _end(self, request: Request, last: wire.FromWorker) -> None:

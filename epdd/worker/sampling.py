@@ -1,6 +1,6 @@
 """The next token of one request, from its logits.
 
-Order: penalties, logit_bias, min_tokens, then greedy or temperature, top_k, top_p, min_p and a draw.  Each
+Order: penalties, logit_bias, min_tokens, grammar, then greedy or temperature, top_k, top_p, min_p and a draw.  Each
 request draws from its own generator, one number a token, so the rest of the batch cannot change its tokens.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from epdd.wire import Sampling, TokenLogprob
+from epdd.worker.constraint import Constraint
 
 GREEDY_BELOW = 1e-5         # a temperature below this would overflow the division
 BAN_BIAS = -100.0           # the OpenAI API promises a ban at this value, whatever the model's logits are
@@ -20,8 +21,9 @@ class Sampler:
     """How one request chooses; keeps what its past tokens change."""
 
     def __init__(self, sampling: Sampling, prompt: list[int], stop_ids: frozenset[int], vocab: int,
-                 device: torch.device) -> None:
+                 device: torch.device, constraint: Constraint | None = None) -> None:
         self._s = sampling
+        self._constraint = constraint
         self._generated = 0
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -45,11 +47,16 @@ class Sampler:
     def plain(self) -> bool:
         """Whether the token is simply the largest logit: the engine then finds it for the whole batch at once."""
         return self._greedy and self._counts is None and self._seen is None and not len(self._biased) \
-            and self._generated >= self._s.min_tokens
+            and self._constraint is None and self._generated >= self._s.min_tokens
+
+    @property
+    def complete(self) -> bool:
+        """The grammar allows nothing more, whatever min_tokens says."""
+        return self._constraint is not None and self._constraint.complete
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token from finite float32 logits [vocab]."""
-        logits = self._adjusted(logits)
+        """The next token from finite float32 logits [vocab].  Raises BadRequest if the grammar cannot go on."""
+        logits = self._adjusted(logits) if self._constraint is None else self._legal(logits, self._constraint)
         if self._greedy:
             return int(logits.argmax())
         return self._draw(logits / self._s.temperature)
@@ -65,6 +72,8 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Remember a token that joins the answer."""
         self._generated += 1
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self._counts is not None:
             self._counts[token] += 1
         if self._seen is not None:
@@ -82,6 +91,12 @@ class Sampler:
         if self._generated < s.min_tokens:
             logits[self._stop] = float("-inf")
         return logits
+
+    def _legal(self, logits: torch.Tensor, constraint: Constraint) -> torch.Tensor:
+        illegal = ~constraint.legal().to(logits.device)
+        adjusted = self._adjusted(logits).masked_fill_(illegal, float("-inf"))
+        # Where bias or min_tokens ban all that is legal, the grammar goes first.
+        return adjusted if adjusted.max() > float("-inf") else logits.masked_fill(illegal, float("-inf"))
 
     def _draw(self, scaled: torch.Tensor) -> int:
         values, ids = self._candidates(scaled)

@@ -42,7 +42,8 @@ def square(colour, size=160):
 
 
 def test_importing_the_daemon_imports_no_torch():
-    code = "import sys, epdd.daemon; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    heavy = ("torch", "transformers", "numpy", "llguidance")
+    code = f"import sys, epdd.daemon; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 

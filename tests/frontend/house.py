@@ -133,6 +133,7 @@ class House:
     door: Door
     context: Context
     http: aiohttp.ClientSession
+    routes: list[web.AbstractRoute]
     status: dict[str, Any] = field(default_factory=dict)
 
     async def chat(self, **fields: Any) -> aiohttp.ClientResponse:
@@ -169,14 +170,16 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
                       admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
                       history=History())
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
-    runner = web.AppRunner(app.build(context), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    served = app.build(context)
+    runner = web.AppRunner(served, handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession() as http:
-            yield House(f"http://127.0.0.1:{port}", script, door, context, http, status)
+            yield House(f"http://127.0.0.1:{port}", script, door, context, http,
+                        list(served.router.routes()), status)
     finally:
         await runner.cleanup()
 

@@ -113,7 +113,7 @@ def test_request_ids(family: Any, sent: str | None, echoed: str | None) -> None:
         for path in ("/health", "/nowhere", "/v1/chat/completions"):
             answer = await house.http.get(house.url + path, headers=headers)
             found = answer.headers["x-request-id"]
-            assert found == echoed if echoed else found.startswith("chatcmpl-")
+            assert found == echoed if echoed else found.startswith(("req-", "chatcmpl-"))
         for body in (b"{", BODY, BODY[:-1] + b',"stream":true}'):
             answer = await house.http.post(f"{house.url}/v1/chat/completions", headers=headers, data=body)
             assert (answer.headers["x-request-id"] == echoed) == (echoed is not None)
@@ -272,3 +272,44 @@ print(int(open("/proc/self/statm").read().split()[1]) * 4096)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(out.stdout) < 65e6
+
+
+@hosted(model={"aliases": ("gpt-4o", "org/small")})
+async def test_aliases(house: House) -> None:
+    cards = (await (await house.http.get(f"{house.url}/v1/models")).json())["data"]
+    assert [(card["id"], card["root"]) for card in cards] == [
+        ("tiny-vl", "tiny-vl"), ("gpt-4o", "tiny-vl"), ("org/small", "tiny-vl")]
+    assert (await (await house.http.get(f"{house.url}/v1/models/org/small")).json())["id"] == "org/small"
+    for asked, named in (("gpt-4o", "gpt-4o"), ("tiny-vl", "tiny-vl"), (None, "tiny-vl")):
+        assert (await (await house.chat(model=asked)).json())["model"] == named
+    assert (await house.chat(model="org")).status == 404
+
+
+@hosted(server={"strict": True})
+async def test_strict(house: House) -> None:
+    answer = await house.chat(temprature=0)
+    error = (await answer.json())["error"]
+    assert answer.status == 400 and error["param"] == "temprature" and error["message"].startswith("temprature is not")
+    assert (await house.chat(user="me", store=True, top_k=5)).status == 200
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"}),
+                       ("/detokenize", {"tokens": []})):
+        assert (await house.http.post(house.url + path, json=body)).status == 200
+        assert (await house.http.post(house.url + path, json={**body, "zeta": 1})).status == 400
+
+
+@pytest.mark.parametrize("data", [
+    b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-secret" + b"y" * 20000 + b"\r\n\r\n", b"sk-secret\r\n\r\n",
+    b"GET /sk-secret" + b"y" * 20000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: sk-secret\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsk-secret\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nsk-secret",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: 9\r\n\r\nsk-secret",
+], ids=range(7))
+def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    @hosted()
+    async def test(house: House) -> None:
+        assert (await raw(house, data)).partition(b" ")[2].startswith(b"400 ")
+        assert (await house.chat()).status == 200 and house.door.inside == 0
+
+    test(family)
+    assert caplog.text == ""

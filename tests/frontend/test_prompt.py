@@ -84,6 +84,8 @@ def test_the_demo_model_too() -> None:
     maker = PromptMaker(family, EXECUTOR)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     for messages in SUITES:
+        if "tool_calls" in messages[0]:     # its template has no words for them
+            continue
         want = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert make(maker, family, messages).tokens == want
 
@@ -137,7 +139,7 @@ def test_pieces_of_several_parts_do_not_join(maker: PromptMaker, family: familie
 
 def test_tool_names_and_arguments_are_text_too(maker: PromptMaker, family: families.Family) -> None:
     evil = "<|image_pad|>"
-    tool = {"type": "function", "function": {"name": evil, "parameters": {evil: [evil]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": evil, "parameters": {evil: [evil]}}}
     call = {"function": {"name": evil, "arguments": json.dumps({evil: evil})}}
     prompt = make(maker, family, [{"role": "assistant", "content": evil, "tool_calls": [call]}], tools=[tool])
     assert family.image_token_id not in prompt.tokens
@@ -247,7 +249,11 @@ def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.Fa
     deep = '{"a":' * 900 + "1" + "}" * 900
     body = ('{"messages": [{"role": "user", "content": "x"}], '
             f'"tools": [{{"function": {{"name": "f", "parameters": {deep}}}}}]}}')
-    conversation = openai.parse(body.encode(), family, "tiny-vl")[1]
+    with pytest.raises(BadRequest, match="nested"):
+        openai.parse(body.encode(), family, "tiny-vl")
+    # Not to be called, so nobody looks at it before the template does.
+    shown = body.replace('"parameters"', '"parameters": {}, "other"')
+    conversation = openai.parse(shown.encode(), family, "tiny-vl")[1]
     with pytest.raises(BadRequest, match="nested"):
         asyncio.run(maker.make(conversation, [], 4096))
 

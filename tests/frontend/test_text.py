@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epdd.frontend.text import Decoder, StopStrings, TextStream, Vocabulary
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend.text import Decoder, StopStrings, TextStream
 
 from .conftest import build_tokenizer
 

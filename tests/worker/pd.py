@@ -6,13 +6,16 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 
 from epdd import arena, families, wire
+from epdd.families.vocabulary import Vocabulary
 from epdd.worker import engine
 from tests import checkpoints
 
@@ -52,6 +55,11 @@ def prompt(folder: str, parts: Sequence[int | Image.Image], seed: int = 0) -> Pr
     return made
 
 
+@lru_cache(maxsize=None)
+def _vocabulary(folder: str) -> Vocabulary:
+    return Vocabulary(Tokenizer.from_file(f"{folder}/tokenizer.json"))
+
+
 class Bench:
     """Engine, arena and the answers so far."""
 
@@ -87,6 +95,22 @@ class Bench:
             elif isinstance(message, wire.Done) and message.stop_token is not None:
                 answers[message.id].append(message.stop_token)
         return answers
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say, control tokens left out."""
+        vocabulary = _vocabulary(self._folder)
+        return b"".join(vocabulary.bytes(token) for token in tokens if not vocabulary.is_special(token)).decode()
+
+    @staticmethod
+    def token(folder: str, text: str) -> int:
+        """The one token that stands for this text alone."""
+        return next(token for token in range(1000) if _vocabulary(folder).bytes(token) == text.encode())
+
+    @staticmethod
+    def blank(folder: str, token: int) -> bool:
+        """Whether a token is white space."""
+        data = _vocabulary(folder).bytes(token)
+        return bool(data) and not data.strip()
 
     def of(self, work_id: str) -> list[wire.FromWorker]:
         return [message for message in self.sent if getattr(message, "id", None) == work_id]

@@ -1,0 +1,178 @@
+"""What both completion endpoints share: a request that is ready, answered whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from epdd.dispatch.request import Request
+from epdd.errors import WorkerTimeout
+from epdd.frontend import faults, ids
+from epdd.frontend.answers import Answers, Chunks, Delta, Whole, total_usage
+from epdd.frontend.body import Bodies
+from epdd.frontend.context import Context
+from epdd.frontend.metrics import Record
+from epdd.frontend.openai import Options
+from epdd.frontend.sse import ClientGone, EventStream
+from epdd.wire import Tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """One prompt of a request, and the answers to it."""
+
+    request: Request
+    answers: Answers
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request that is ready to be answered."""
+
+    http: web.Request
+    options: Options
+    parts: Sequence[Part]
+    record: Record
+    deadline: float                         # loop.time(); 0: none
+    let_go: Callable[[], None]              # called with every token: from the first on, no image is needed
+
+    @property
+    def head(self) -> dict[str, object]:
+        """What a completion and all of its chunks have in common."""
+        return {"id": ids.own(self.http), "created": int(time.time()), "model": self.options.model}
+
+    def usage(self) -> dict[str, Any]:
+        return total_usage([part.answers.usage() for part in self.parts])
+
+
+class Completions(ABC):
+    """An endpoint's handler."""
+
+    whole: type[Whole] = Whole
+    chunks: type[Chunks] = Chunks
+
+    def __init__(self, context: Context, bodies: Bodies) -> None:
+        self._context = context
+        self._bodies = bodies
+
+    async def answer(self, http: web.Request) -> web.StreamResponse:
+        deadline = deadline_of(self._context)
+        with self._context.stats.request() as record, self._context.admission.enter():
+            record.accept()
+            async with AsyncExitStack() as stack:
+                async with until(deadline):
+                    turn = await self._prepare(http, record, deadline, stack)
+                return await (self._stream(turn) if turn.options.stream else self._whole(turn))
+
+    @abstractmethod
+    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+        """Everything that can be known before a worker is asked.  `stack` closes when the answer is out."""
+
+    async def _whole(self, turn: Turn) -> web.Response:
+        whole = self.whole(turn.options, turn.options.n * len(turn.parts))
+        async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+            async for delta in deltas:
+                whole.add(delta)
+        body = whole.body(turn.head, turn.usage())
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+    async def _stream(self, turn: Turn) -> web.StreamResponse:
+        chunks = self.chunks(turn.options, turn.head, turn.usage)
+        stream = EventStream(turn.http)
+        try:
+            async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+                async for delta in deltas:
+                    for chunk in chunks.of(delta):
+                        await stream.send(chunk)
+                for chunk in chunks.last():
+                    await stream.send(chunk)
+                return await stream.end()
+        except ClientGone:
+            turn.record.abort()
+            return stream.response
+        except Exception as error:
+            if not stream.begun:
+                raise
+            fault = faults.known(error, ids.logged(turn.http))
+            turn.record.fail(fault.code)
+            return await stream.fail(faults.envelope(fault))
+
+    def _deltas(self, turn: Turn) -> AsyncGenerator[Delta, None]:
+        """Of all parts, numbered through."""
+        streams = [self._part(turn, part, index * turn.options.n) for index, part in enumerate(turn.parts)]
+        return streams[0] if len(streams) == 1 else _merged(streams)
+
+    async def _part(self, turn: Turn, part: Part, first: int) -> AsyncGenerator[Delta, None]:
+        """Ends with the last choice; closing the pipeline stops those that only a stop string ended."""
+        answers = part.answers
+        async with aclosing(self._context.pipeline.run(part.request)) as events:
+            async for event in events:
+                if isinstance(event[1], Tokens):
+                    # The images were encoded, and a request with a token is not tried a second time.
+                    turn.let_go()
+                before = answers.generated
+                delta = answers.push(event)
+                if delta is not None:
+                    index = first + delta.index
+                    turn.record.tokens(index, answers.generated - before)
+                    yield replace(delta, index=index) if first else delta
+                if answers.cut_short:
+                    self._context.history.answered(part.request.id)
+                    break
+        assert answers.ended, "the pipeline ended before its last Done"
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The streams' items as they come.  Ends with the last stream, or by the first that fails."""
+    # A task group would cancel whoever reads here, in the middle of something else.
+    ready: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(1)
+
+    async def feed(stream: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    await ready.put(delta)
+        except Exception as error:
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    tasks = [asyncio.create_task(feed(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def deadline_of(context: Context) -> float:
+    """loop.time() by which a request that comes now must be answered; 0: no limit."""
+    timeout_s = context.config.server.timeout_s
+    return asyncio.get_running_loop().time() + timeout_s if timeout_s else 0.0
+
+
+@asynccontextmanager
+async def until(deadline: float) -> AsyncIterator[None]:
+    """`deadline` in the loop's time, 0 for none.  Raises WorkerTimeout after it."""
+    try:
+        async with asyncio.timeout_at(deadline or None):
+            yield
+    except TimeoutError:
+        raise WorkerTimeout("The request was not finished within the server's time limit") from None

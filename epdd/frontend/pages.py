@@ -1,0 +1,79 @@
+"""The small endpoints: models, health, version, metrics, the API's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from epdd import __version__
+from epdd.frontend import exposition, openai, openapi
+from epdd.frontend.answers import model_card
+from epdd.frontend.context import Context
+
+
+class Pages:
+    """Their handlers."""
+
+    def __init__(self, context: Context, keyed: bool) -> None:
+        """`keyed`: there are API keys."""
+        self._context = context
+        self._keyed = keyed
+        self._openapi: bytes | None = None
+        self._exposition = exposition.Exposition(context.stats, context.status)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card(name) for name in self._context.model_names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        return _json(self._card(openai.check_model(request.match_info["name"], self._context.model_names)))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the daemon can serve or will; 503 when a role has no worker that ever could."""
+        status = self._context.status()
+        roles = _by_role(status)
+        dead = status["state"] == "failed" or any(set(states) == {"failed"} for states in roles.values())
+        word = "failed" if dead else {"ready": "ok"}.get(status["state"], status["state"])
+        # No reasons here: they may name files, and this page is everybody's.  `epdctl status` has them.
+        return _json({"status": word, "workers": roles}, 503 if dead else 200)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 when a request with an image could be served now."""
+        status = self._context.status()
+        roles = _by_role(status)
+        ready = (status["state"] not in ("draining", "failed")
+                 and all(roles.get(role, {}).get("ready") for role in ("encoder", "pd")))
+        return _json({"ready": ready, "workers": roles}, 200 if ready else 503)
+
+    async def ping(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._exposition.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        if self._openapi is None:       # 40 ms of work that most daemons are never asked for
+            self._openapi = orjson.dumps(openapi.document(self._context.model_names, self._keyed))
+        return web.Response(body=self._openapi, content_type="application/json")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        context = self._context
+        return model_card(name, context.model_name, context.created, context.context_max(), context.emulated)
+
+
+def _by_role(status: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """How many workers of each role are in each state."""
+    roles: dict[str, dict[str, int]] = {}
+    for worker in status["workers"]:
+        states = roles.setdefault(worker["role"], {})
+        state = str(worker["state"]).lower()
+        states[state] = states.get(state, 0) + 1
+    return roles
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -1,0 +1,98 @@
+"""`POST /v1/completions`: prompts that are text or token ids, continued as they stand, and the answers' own JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aiohttp import web
+
+from epdd.dispatch.request import Request
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend import ids, openai
+from epdd.frontend.answers import Answers, Chunks, Delta, Whole
+from epdd.frontend.body import Bodies
+from epdd.frontend.completions import Completions, Part, Turn
+from epdd.frontend.context import Context
+from epdd.frontend.metrics import Record
+from epdd.frontend.prompt import Prompt, PromptMaker
+
+_Json = dict[str, Any]
+
+
+class TextWhole(Whole):
+    """A `text_completion` object, from deltas."""
+
+    kind = "text_completion"
+
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
+        return {"text": text, "logprobs": _marks(logprobs, 0) if self._wants_logprobs else None}
+
+
+class TextChunks(Chunks):
+    """`text_completion` objects of a stream, from deltas."""
+
+    kind = "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._chars: dict[int, int] = defaultdict(int)      # sent of each choice
+
+    def of(self, delta: Delta) -> list[_Json]:
+        marks = _marks(delta.logprobs, self._chars[delta.index]) if delta.logprobs else None
+        self._chars[delta.index] += len(delta.text)
+        return [self._with_choice({"index": delta.index, "text": delta.text, "logprobs": marks,
+                                   "finish_reason": delta.finish_reason})]
+
+
+def _marks(entries: list[_Json], offset: int) -> _Json:
+    """Log probabilities in lists, as this endpoint has them; the text before them has `offset` characters."""
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry["token"])
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+        "text_offset": offsets,
+    }
+
+
+class TextCompletions(Completions):
+    """The endpoint's handler."""
+
+    whole = TextWhole
+    chunks = TextChunks
+
+    def __init__(self, context: Context, bodies: Bodies, prompts: PromptMaker, vocabulary: Vocabulary) -> None:
+        super().__init__(context, bodies)
+        self._prompts = prompts
+        self._vocabulary = vocabulary
+
+    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+        context = self._context
+        own = ids.own(http, "cmpl")
+        async with AsyncExitStack() as reading:
+            body = await self._bodies.read(http, reading)
+            options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
+            del body
+            context_max = context.context_max()
+            parts = []
+            for index, text in enumerate(texts):
+                prompt = (await self._prompts.plain(text, context_max) if isinstance(text, str)
+                          else Prompt(text, param="prompt"))
+                # One prompt goes by the answer's own id.
+                name = own if len(texts) == 1 else f"{own}-{index}"
+                request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline,
+                                  sampling=prompt.limit(options.sampling, context_max),
+                                  arrived=record.arrived, client_id=ids.client(http))
+                context.admission.check(request)
+                parts.append(Part(request, Answers(options, request, self._vocabulary)))
+            record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.unknown))
+            return Turn(http, options, parts, record, deadline, _nothing)
+
+
+def _nothing() -> None:
+    """Text has no images to let go."""

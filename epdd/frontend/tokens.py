@@ -1,0 +1,86 @@
+"""`/tokenize` and `/detokenize`: the tokens that a prompt or a conversation has here.  No worker is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from epdd.errors import BadRequest
+from epdd.frontend import openai, reading, structured
+from epdd.frontend.body import Bodies
+from epdd.frontend.completions import deadline_of, until
+from epdd.frontend.context import Context
+from epdd.frontend.media import Media
+from epdd.frontend.messages import conversation
+from epdd.frontend.prompt import Prompt, PromptMaker
+from epdd.frontend.schema import Detokenized, DetokenizeBody, TokenizeBody, Tokenized
+
+T = TypeVar("T", TokenizeBody, DetokenizeBody)
+
+_INLINE_TOKENS = 4096       # a few milliseconds of decoding: longer lists go to a thread
+
+
+class TokenPages:
+    """Both endpoints' handlers."""
+
+    def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,
+                 executor: Executor) -> None:
+        self._context = context
+        self._bodies = bodies
+        self._media = media
+        self._prompts = prompts
+        self._executor = executor
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """As the completion endpoints would; images are read for their size alone."""
+        async with until(deadline_of(self._context)), AsyncExitStack() as stack:
+            asked = await self._read(http, TokenizeBody, stack)
+            if (asked.prompt is None) == (asked.messages is None):
+                raise BadRequest("Either prompt or messages must be given", param="prompt")
+            if asked.add_generation_prompt is False:
+                raise BadRequest("add_generation_prompt cannot be false here", param="add_generation_prompt")
+            prompt = await self._prompt(asked, stack)
+            text = self._prompts.tokenizer.id_to_token
+            return _json(Tokenized(
+                count=len(prompt.tokens), max_model_len=self._context.context_max(), tokens=prompt.tokens,
+                token_strs=[text(token) or "" for token in prompt.tokens] if asked.return_token_strs else None))
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        """The tokens' text, control tokens included."""
+        async with until(deadline_of(self._context)), AsyncExitStack() as stack:
+            tokens = (await self._read(http, DetokenizeBody, stack)).tokens
+            vocab = self._context.family.vocab
+            if max(tokens, default=0) >= vocab:
+                raise BadRequest(f"tokens names a token id outside 0 to {vocab - 1}", param="tokens")
+            if len(tokens) <= _INLINE_TOKENS:
+                return _json(Detokenized(self._text(tokens)))
+            loop = asyncio.get_running_loop()
+            return _json(Detokenized(await loop.run_in_executor(self._executor, self._text, tokens)))
+
+    async def _prompt(self, asked: TokenizeBody, stack: AsyncExitStack) -> Prompt:
+        context_max = self._context.context_max()
+        if asked.prompt is not None:
+            return await self._prompts.plain(asked.prompt, context_max)
+        said = conversation(asked, structured.parse(msgspec.structs.asdict(asked)).tools)
+        low, high = openai.pixels(asked.mm_processor_kwargs, self._context.family)
+        held = await stack.enter_async_context(self._media.images(said.images, low, high))
+        return await self._prompts.make(said, held.images, context_max)
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._prompts.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    async def _read(self, http: web.Request, kind: type[T], stack: AsyncExitStack) -> T:
+        body = await self._bodies.read(http, stack)
+        asked, unknown = reading.parse(body, kind, self._context.config.server.strict)
+        openai.check_model(asked.model, self._context.model_names)
+        self._context.stats.unknown_fields += len(unknown)
+        return asked
+
+
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -1,0 +1,40 @@
+"""Grammars that answers must follow, in llguidance's Lark: compiled under the same limits where a request is checked
+and where it is answered.
+
+The daemon imports this when the first such request comes: the library takes 9 MB.
+"""
+
+from __future__ import annotations
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+LEXER_STATES_MAX = 50_000   # of one answer, at 1 to 2 kB; the library's own limit would let one take half a gigabyte
+SYMBOLS_MAX = 20_000        # 128 tools of ten parameters are 12,000; a worker compiles so many in 0.2 s at most
+FAULT_CHARS_MAX = 160
+NOTHING_FITS = "nothing can fit it"
+
+_LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, max_grammar_size=SYMBOLS_MAX, verbose_errors=False)
+
+
+def begin(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at the beginning of an answer, its first tokens computed; `fault` says whether there are any."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def fault(matcher: LLMatcher) -> str:
+    """Why an answer cannot go on or end here: a wrong grammar, one that nothing fits, or one that takes more than the
+    limits allow.  Empty if it can."""
+    if not matcher.is_error():
+        return NOTHING_FITS if matcher.is_stopped() and not matcher.is_accepting() else ""
+    error = str(matcher.get_error())
+    if error.startswith("panic:"):      # the library's way to say that a table of its own is full
+        return "it is too large"
+    if error.startswith("NoExtension"):
+        return NOTHING_FITS
+    # Without the place in a text that the client never wrote, and the state dumped after it.
+    error = error.partition("failed to compile JSON schema: ")[2] or error
+    error = error.partition("\n<")[0].partition(" <")[0].partition("\n   1 |")[0]
+    return " ".join(error.split())[:FAULT_CHARS_MAX]

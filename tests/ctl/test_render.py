@@ -94,6 +94,13 @@ def test_reasons_beyond_the_table_are_shown():
     assert render.notes(snapshot(why=why, workers=[worker("encoder/3", state="STARTING")])) == why[1:]
 
 
+def test_what_is_refused_since_workers_died_over_it_is_shown():
+    poison = {"entries": 2, "images": 5, "prompts": 0, "refused": 9}
+    assert render.notes(snapshot(why=[], workers=[], poison=poison)) == [
+        "content over which two workers died is refused: 2 images or prompts"]
+    assert render.notes(snapshot(why=[], workers=[], poison=poison | {"entries": 0})) == []
+
+
 def test_colour_changes_nothing_else():
     plain, painted = render.status(snapshot()), render.status(snapshot(), colour=True)
     assert "\x1b[33mdegraded\x1b[0m" in painted

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epdd.dispatch.request import Request
-from epdd.errors import (ArenaFull, BadRequest, EpddError, MediaError, NoWorker, Overloaded, ProtocolError,
+from epdd.errors import (ArenaFull, BadRequest, EpddError, MediaError, NoWorker, Overloaded, ProtocolError, Rejected,
                          WorkerFailed, WorkerLost, WorkerTimeout)
 from epdd.frontend.context import Event
 from epdd.wire import Done, Prefilled, Tokens
@@ -22,6 +22,8 @@ from .pictures import asking, picture
 ERRORS: list[tuple[EpddError, int, str, str, str | None]] = [
     (MediaError("bad pixels", code="image_parse_error"), 400, "invalid_request_error", "image_parse_error", None),
     (BadRequest("no"), 400, "invalid_request_error", "invalid_request", None),
+    (Rejected("died", code="image_rejected"), 400, "invalid_request_error", "image_rejected", None),
+    (Rejected("died"), 400, "invalid_request_error", "prompt_rejected", None),
     (ArenaFull("full"), 503, "server_error", "arena_full", "1"),
     (NoWorker("none"), 503, "server_error", "no_worker", "5"),
     (Overloaded("many"), 429, "rate_limit_error", "overloaded", "1"),

@@ -81,10 +81,9 @@ class Worker:
         """It takes work, or will without an operator's word."""
         return self.takes_work or (self.wanted and not self.drained and self.state is not State.FAILED)
 
-    @property
-    def ready_s(self) -> float:
-        """How long the process, living or just dead, has been ready."""
-        return 0.0 if self.ready is None else time.monotonic() - self.ready_at
+    def was_well(self, seconds: float) -> bool:
+        """Whether the process, living or just dead, has been ready for so long."""
+        return self.ready is not None and time.monotonic() - self.ready_at >= seconds
 
     @property
     def in_flight(self) -> int:

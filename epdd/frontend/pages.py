@@ -30,7 +30,7 @@ class Pages:
         return _json(self._card(openai.check_model(request.match_info["name"], self._context.model_names)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the daemon can serve text at least, or will; 503 when it cannot without an operator."""
+        """200 while the daemon can serve text at least, or will; 503 when the workers for it were given up."""
         status = self._context.status()
         word = {"ready": "ok"}.get(status["state"], status["state"])
         # Who, but not why: errors may name files, and this page is everybody's.  `epdctl status` has them.

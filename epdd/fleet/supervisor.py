@@ -238,6 +238,7 @@ class Supervisor:
             worker.last_error = f"{describe_exit(code)}{': ' if worker.fault else ''}{worker.fault}"
         else:
             worker.last_error = worker.fault
+        worker.fault = ""
         self._set(worker, State.GONE)
         worker.failed += len(channel.works)
         channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})",

@@ -1,0 +1,183 @@
+"""Does the daemon lose, mix up or leak anything while it is broken in every way that we know of?
+
+    python tools/soak.py --seconds 3600 --every 20
+    python tools/soak.py --daemon-kills 100
+
+The first asks the demo model questions with known answers and injects a fault every so many seconds, chosen from a
+seed.  Each request must end once, with the right answer or an error that fits.  Between faults the load pauses
+now and then: each gauge must be back at its start, and memory is read.  The second kills the daemon itself under
+load: no process and no shared memory may be left, and the next start must be clean.  Exit code 1: something was not so.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+import soak_faults
+from soak_daemon import Json, Subject, all_gone, descriptors, private_bytes, shared_files
+from soak_faults import Row
+from soak_load import CLIENTS, RIGHT, Load, questions
+
+QUIET_EVERY = 5         # faults between two quiet points
+CHILDREN_GONE_S = 5.0
+FDS_SLACK = 2           # a connection may still be closing
+AT_REST_S = 20.0
+WARM_UP_S = 600.0       # at most, and a sixth of the whole: memory is compared with what it is then
+
+
+async def soak(seconds: float, every: float, seed: int) -> list[str]:
+    """What went wrong."""
+    with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
+        subject = Subject(Path(folder))
+        await subject.start()
+        try:
+            complaints = (await run(subject, seconds, every, seed)).complaints
+            processes = await subject.processes()
+            shared = shared_files(processes)
+        finally:
+            exit_code = await subject.stop()
+        return complaints + await leavings(processes, shared) + ([f"exit code {exit_code}"] if exit_code else [])
+
+
+async def leavings(processes: list[psutil.Process], shared: set[str]) -> list[str]:
+    """What is left of a daemon that has ended."""
+    alive = await all_gone(processes, CHILDREN_GONE_S)
+    return [f"{one} runs {CHILDREN_GONE_S:.0f} s after its daemon" for one in alive] + [
+        f"{path} is left" for path in sorted(shared) if Path(path).exists()]
+
+
+async def run(subject: Subject, seconds: float, every: float, seed: int) -> Load:
+    load, rows = Load(subject.url, seed), {name: Row() for name in soak_faults.LONG}
+    rng = random.Random(f"soak faults {seed}")
+    faults = soak_faults.LONG if seconds >= 10 * soak_faults.READY_S else soak_faults.SHORT
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        unknown = await load.learn(session)
+        print(f"{len(load.known)} questions, {unknown} more that the model answers wrong", flush=True)
+        clients = [asyncio.create_task(load.client(session, number)) for number in range(CLIENTS)]
+        try:
+            load.resume()
+            await asyncio.sleep(min(WARM_UP_S, seconds / 6))
+            rest = await quiet(subject, load, None)
+            end, order = time.monotonic() + seconds, list[str]()
+            while time.monotonic() < end or order:      # a round that has begun is finished
+                load.resume()
+                await asyncio.sleep(every * (0.5 + rng.random() / 2))
+                order = order or rng.sample(list(faults), len(faults))     # each of them before any comes again
+                name = order.pop()
+                await soak_faults.inject(faults[name], subject, load, rng, rows[name])
+                if sum(len(row.ready_s) for row in rows.values()) % QUIET_EVERY == 0:
+                    rest = await quiet(subject, load, rest)
+            await asyncio.sleep(soak_faults.GRACE_S)
+            await quiet(subject, load, rest)
+            load.complaints += [f"a client of the soak ended: {client}" for client in clients if client.done()]
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+    if not load.outcomes[RIGHT]:
+        load.complaints.append("nothing was answered")
+    print(soak_faults.table(rows))
+    print("requests:", ", ".join(f"{count} {name}" for name, count in sorted(load.outcomes.items())))
+    print("errors:", ", ".join(f"{count} {code}" for code, count in sorted(load.codes.items())) or "none")
+    return load
+
+
+class Rest:
+    """What must be the same whenever nothing runs."""
+
+    def __init__(self, subject: Subject, status: Json, processes: list[psutil.Process]) -> None:
+        self.fds = descriptors(subject.pid)
+        self.workers = {worker["name"]: descriptors(worker["pid"]) for worker in status["workers"]}
+        self.pids = {"daemon": subject.pid, **{worker["name"]: worker["pid"] for worker in status["workers"]}}
+        self.memory = {pid: private_bytes(pid) for pid in self.pids.values()}
+        self.processes = len(processes)
+        self.zombies = sum(one.status() == psutil.STATUS_ZOMBIE for one in processes)
+
+    def compare(self, now: "Rest") -> list[str]:
+        found = []
+        if now.fds > self.fds + FDS_SLACK:
+            found.append(f"the daemon's descriptors grew from {self.fds} to {now.fds}")
+        found += [f"descriptors of {name} grew from {self.workers[name]} to {count}"
+                  for name, count in now.workers.items() if count > self.workers[name] + FDS_SLACK]
+        if now.processes > self.processes or now.zombies > self.zombies:
+            found.append(f"processes grew from {self.processes} to {now.processes}, {now.zombies} of them zombies")
+        return found
+
+
+async def quiet(subject: Subject, load: Load, rest: Rest | None) -> Rest:
+    """Pause, look at everything that could leak, and compare it with the first time."""
+    await load.pause()
+    status = await subject.until(at_rest, AT_REST_S)
+    now = Rest(subject, status, await subject.processes())
+    if rest is None:
+        return now
+    load.complaints += rest.compare(now)
+    told = []
+    for name, pid in now.pids.items():
+        # Each process is compared with itself: at its first rest, for what a restart brought.
+        size, first = now.memory[pid], rest.memory.setdefault(pid, now.memory[pid])
+        told.append(f"{name} {size / 1e6:.1f} MB ({(size / first - 1) * 100:+.1f} %)")
+    print(f"at rest; memory, and its growth since the process's first rest: {', '.join(told)}", flush=True)
+    return rest
+
+
+def at_rest(status: Json) -> bool:
+    return (status["state"] == "ready" and status["requests"]["running"] == 0 and status["router"]["queue_jobs"] == 0
+            and status["router"]["i_cpu"] == 0 and status["arena"]["pinned_bytes"] == 0
+            and status["arena"]["waiting"] == 0
+            and all(worker["in_flight"] == 0 and worker["running"] == 0 and worker["waiting"] == 0
+                    and not worker["kv_used"] for worker in status["workers"]))
+
+
+async def kill_daemons(times: int, seed: int) -> list[str]:
+    """What went wrong."""
+    complaints, gone_s, rng, known = list[str](), 0.0, random.Random(f"soak kills {seed}"), questions(seed)
+    with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
+        subject = Subject(Path(folder))
+        for number in range(times):
+            await subject.start()
+            load = Load(subject.url, seed + number, known)
+            async with aiohttp.ClientSession() as session:
+                clients = [asyncio.create_task(load.client(session, one)) for one in range(CLIENTS)]
+                load.resume()
+                await asyncio.sleep(rng.uniform(0.2, 1.5))
+                processes = await subject.processes()
+                shared = shared_files(processes)
+                complaints += load.complaints           # what comes from here on is due to the kill
+                began = time.monotonic()
+                await subject.kill()
+                complaints += await leavings(processes, shared)
+                gone_s = max(gone_s, time.monotonic() - began)
+                for client in clients:
+                    client.cancel()
+                await asyncio.gather(*clients, return_exceptions=True)
+        await subject.start()
+        await subject.stop()
+    print(f"{times} kills of the daemon under load; its processes were gone after {gone_s:.2f} s at most")
+    return complaints
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds from one fault to the next, at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--daemon-kills", type=int, default=0, metavar="TIMES")
+    args = parser.parse_args()
+    complaints = asyncio.run(kill_daemons(args.daemon_kills, args.seed) if args.daemon_kills else
+                             soak(args.seconds, args.every, args.seed))
+    for complaint in complaints:
+        print(f"wrong: {complaint}")
+    print("nothing was lost" if not complaints else f"{len(complaints)} wrong")
+    sys.exit(bool(complaints))
+
+
+if __name__ == "__main__":
+    main()

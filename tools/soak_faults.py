@@ -1,0 +1,134 @@
+"""The soak's faults: a plan made from a seed, each injected and waited for until all workers are READY again."""
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from soak_daemon import SETTINGS, Json, Subject
+from soak_load import FITS, LEFT, REFUSED, RIGHT, Flight, Load
+
+PAUSE_S = 1.5           # how long a short stop or a drain lasts
+READY_S = 300.0         # a hung worker with work has up to two minutes of excuse
+GRACE_S = 1.0           # an error may still be on its way when all are READY
+
+Fault = Callable[[Subject, random.Random], Awaitable[Callable[[Json], bool]]]
+
+
+@dataclass
+class Row:
+    """All faults of a kind."""
+
+    flights: list[Flight] = field(default_factory=list)     # in flight when one came
+    ready_s: list[float] = field(default_factory=list)
+
+    def cells(self) -> list[str]:
+        ended = [flight.outcome for flight in self.flights]
+        due, error = sum(outcome in (RIGHT, REFUSED, LEFT) for outcome in ended), ended.count(FITS)
+        return [str(count) for count in (len(self.ready_s), len(ended), due, error, len(ended) - due - error)] + [
+            f"{statistics.median(self.ready_s):.2f}", f"{max(self.ready_s):.2f}"]
+
+
+async def _worker(subject: Subject, rng: random.Random) -> Json:
+    return dict(rng.choice((await subject.ask("status"))["workers"]))
+
+
+def _other(worker: Json) -> Callable[[Json], bool]:
+    """Another process in the worker's place."""
+    return lambda status: all(one["pid"] != worker["pid"] for one in status["workers"])
+
+
+def _any(status: Json) -> bool:
+    return True
+
+
+async def kill(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    worker = await _worker(subject, rng)
+    os.kill(worker["pid"], signal.SIGKILL)
+    return _other(worker)
+
+
+async def freeze(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    worker = await _worker(subject, rng)
+    os.kill(worker["pid"], signal.SIGSTOP)
+    await asyncio.sleep(PAUSE_S)
+    os.kill(worker["pid"], signal.SIGCONT)
+    return _any
+
+
+async def hang(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    worker = await _worker(subject, rng)
+    os.kill(worker["pid"], signal.SIGSTOP)
+    return _other(worker)
+
+
+async def restart(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    worker = await _worker(subject, rng)
+    await subject.ask("restart", worker=worker["name"])
+    return _other(worker)
+
+
+async def drain(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    worker = await _worker(subject, rng)
+    await subject.ask("drain", worker=worker["name"])
+    await asyncio.sleep(PAUSE_S)
+    await subject.ask("resume", worker=worker["name"])
+    return _any
+
+
+async def kill_fork_server(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    """Nobody notices before the next worker dies."""
+    if server := subject.fork_server():
+        server.kill()
+    return await kill(subject, rng)
+
+
+async def reload(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    policy = rng.choice(["earliest", "budget"])
+    subject.settings.write_text(SETTINGS.replace("earliest", policy))
+    subject.signal(signal.SIGHUP)
+    return lambda status: status["router"]["policy"] == policy
+
+
+async def broken_reload(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    before = (await subject.ask("status"))["router"]["policy"]
+    subject.settings.write_text(rng.choice(["[router", "[router]\npolicy = 7\n", "[nothing]\nx = 1\n"]))
+    subject.signal(signal.SIGHUP)
+    await asyncio.sleep(PAUSE_S)
+    subject.settings.write_text(SETTINGS)
+    return lambda status: status["router"]["policy"] == before
+
+
+async def policy(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    wanted = rng.choice(["budget", "least-loaded", "round-robin", "earliest"])
+    await subject.ask("policy", policy=wanted)
+    return lambda status: status["router"]["policy"] == wanted
+
+
+SHORT: dict[str, Fault] = {
+    "kill -9 of a worker": kill, "SIGSTOP, then SIGCONT": freeze, "restart": restart, "drain, resume": drain,
+    "kill -9 of fork server and worker": kill_fork_server, "SIGHUP": reload, "SIGHUP, broken file": broken_reload,
+    "policy switch": policy}
+LONG = SHORT | {"SIGSTOP until replaced": hang}
+
+
+async def inject(fault: Fault, subject: Subject, load: Load, rng: random.Random, row: Row) -> None:
+    """One fault, from its cause until all is well again."""
+    load.troubled = float("inf")
+    row.flights += load.flights
+    began = time.monotonic()
+    healed = await fault(subject, rng)
+    await subject.until(lambda status: status["state"] == "ready" and healed(status), READY_S)
+    row.ready_s.append(time.monotonic() - began)
+    load.troubled = time.monotonic() + GRACE_S
+
+
+def table(rows: dict[str, Row]) -> str:
+    lines = [["FAULT", "TIMES", "IN FLIGHT", "AS DUE", "ERROR", "LOST", "READY s", "WORST s"],
+             *([name, *row.cells()] for name, row in sorted(rows.items()) if row.ready_s)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)

@@ -28,7 +28,8 @@ def draw(path: Path, title: str, x: str, panels: Sequence[Panel], log: bool = Fa
     # Equal numbers give equal files: no dates in them, no random names of SVG elements.
     matplotlib.rcParams["svg.hashsalt"] = "epdd"
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.5), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), squeeze=False,
+                                   layout="constrained")
     for axis, panel in zip(axes[0], panels):
         for name, points in panel.series.items():
             few = len(points) <= 30
@@ -37,9 +38,10 @@ def draw(path: Path, title: str, x: str, panels: Sequence[Panel], log: bool = Fa
             axis.axvline(at, color="grey", linestyle="--", linewidth=1, label=name)
         axis.set(title=panel.title, xlabel=x, ylabel=panel.y, **({"yscale": "log"} if log else {"ylim": (0, None)}))
         axis.grid(True, which="both", alpha=0.3)
-        axis.legend(fontsize=8)
     figure.suptitle(title)
-    figure.tight_layout()
+    # Below all panels, where it hides no line; a name that several panels have stands there once.
+    named = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path.with_suffix(".png"), dpi=130)
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     pyplot.close(figure)

@@ -158,6 +158,8 @@ class Pipeline:
                 answer = _answer(event, worker)
                 if isinstance(answer, Prefilled):
                     holds[index]()
+                    # What is left is decoding beside others: who chooses a worker shall see the prompts that wait.
+                    works[index].cost = request.sampling.max_tokens
                     reading -= 1
                     if reading == 0:
                         trace.prefilled()

@@ -30,7 +30,7 @@ class Work:
                  sink: Callable[[Event], None]) -> None:
         self.id = message.id
         self.answers = ANSWERS[type(message)]   # what a worker may say to it
-        self.cost = cost                    # patches or tokens
+        self.cost = cost                    # patches, or tokens to prefill and decode; who gave it may lower it
         self.patience_s = patience_s        # silence of the worker that this work excuses
         self.ended = False
         self._channel = channel

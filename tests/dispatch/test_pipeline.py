@@ -365,3 +365,18 @@ async def test_a_hung_worker_is_replaced_and_its_work_placed_again(monkeypatch):
         assert all("signal 9" in worker.last_error for worker in fleet.supervisor.role("encoder"))
         await fleet.ready()
         assert await fleet.ask(request("next", b"ok")) == [expected(b"ok")]
+
+
+async def test_a_pd_worker_that_only_decodes_is_chosen_before_one_with_a_prompt_to_read():
+    async with running(pds=2, token_s=0.05) as fleet:
+        answers = fleet.pipeline.run(request("long", *(b"%d" % i for i in range(8)), max_tokens=150))
+        await anext(answers)        # its prompt is read: what counts is the 150 tokens left to decode
+        first, second = sorted(fleet.supervisor.role("pd"), key=lambda worker: -worker.in_flight)
+        assert (first.in_flight_cost, second.in_flight_cost) == (150, 0)
+        prompt = len(request("x", *(b"%d" % i for i in range(8))).tokens)
+        reading = asyncio.create_task(fleet.ask(request("more", *(b"%d" % i for i in range(8)), max_tokens=150)))
+        while not second.in_flight:
+            await asyncio.sleep(0)
+        assert second.in_flight_cost == prompt + 150
+        await asyncio.gather(answers.aclose(), reading)
+        await fleet.at_rest()

@@ -6,7 +6,12 @@ context: both would not survive the fork.
 
 from __future__ import annotations
 
+import atexit
 import os
+
+# The fork server ends when the daemon does.  Taking torch apart would then take seconds; workers, which are its forks,
+# leave by themselves and never come here.
+atexit.register(os._exit, 0)
 
 # Checkpoints are local folders: a look at the hub would only add its timeouts to a start without network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

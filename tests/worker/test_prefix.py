@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 UNITS = 12
 IMAGE = 1 << 161        # larger than any token id
 # Runs of equal items, so that many sequences begin alike and part at any place, also inside a unit.
-RUNS = st.lists(st.tuples(st.sampled_from([1, 2, IMAGE]), st.integers(1, 90)), min_size=1, max_size=4)
+CUTS = [1, 30, KV_UNIT, KV_UNIT, 100]
+RUNS = st.lists(st.tuples(st.sampled_from([1, 2, IMAGE]), st.sampled_from(CUTS)), min_size=1, max_size=4)
 
 
 def items_of(runs: list[tuple[int, int]]) -> list[int]:
@@ -58,12 +59,11 @@ class Machine(RuleBasedStateMachine):
     def free(self) -> int:
         return UNITS - sum(self.size.values())
 
+    @precondition(lambda self: self.free())
     @rule(runs=RUNS, extra=st.integers(0, 2))
     def begin(self, runs: list[tuple[int, int]], extra: int) -> None:
-        items = items_of(runs)
-        size = -(-len(items) // KV_UNIT) + extra
-        if size > self.free():
-            return
+        items = items_of(runs)[:self.free() * KV_UNIT]
+        size = min(-(-len(items) // KV_UNIT) + extra, self.free())
         owner, self.names = str(self.names), self.names + 1
         wanted = max((common(items, held[:self.shared[name]]) for name, held in self.alive.items()), default=0)
         found = self.pool.begin(owner, size * KV_UNIT, items)
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.cached == 0 and not self.pool._prefixes.used.any()
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestMachine = Machine.TestCase
 
 
@@ -185,3 +185,47 @@ def test_the_longest_unwanted_goes_first_and_its_beginning_last() -> None:
     pool.begin("b", 2 * KV_UNIT, [9])
     assert [pool._prefixes.find([name] * 200)[1] for name in (1, 2)] == [KV_UNIT, KV_UNIT]
     assert pool.cached == 2 * KV_UNIT
+
+
+class Hand:
+    """A pool whose sequences are written as they begin."""
+
+    def __init__(self, units: int) -> None:
+        self.machine = Machine()
+        self.machine.pool = kv.Pool(CONFIG, units * KV_UNIT, torch.float32, CPU)
+
+    def begin(self, name: str, units: int, items: list[int]) -> int:
+        """Write and share `items`; the first unit it was given."""
+        machine = self.machine
+        found = machine.pool.begin(name, units * KV_UNIT, items)
+        machine.alive[name] = items
+        if found < len(items):
+            machine.write(name, found)
+        machine.check(name)
+        machine.pool.share(name, items)
+        return machine.pool.offset(name) // KV_UNIT
+
+
+def test_a_place_over_what_was_found() -> None:
+    """The first block lies where the second one's copy goes, and the other way round."""
+    hand = Hand(3)
+    first, second = [1] * KV_UNIT, [2] * KV_UNIT
+    assert hand.begin("pad", 2, []) == 0 and hand.begin("a", 1, first) == 2
+    hand.machine.pool.release("pad")
+    assert hand.begin("b", 2, first + second) == 0
+    for name in "ab":
+        hand.machine.pool.release(name)
+    assert hand.begin("d", 1, []) == 0 and hand.machine.pool._prefixes.find(first + second) == ([2, 1], 128)
+    assert hand.begin("c", 2, first + second) == 1
+
+
+def test_what_was_found_moves_up_with_its_owner() -> None:
+    hand = Hand(5)
+    for i in range(5):
+        assert hand.begin(str(i), 1, [i] * KV_UNIT) == i
+    for name in "024":
+        hand.machine.pool.release(name)
+    assert hand.begin("c", 3, [1] * KV_UNIT + [7]) == 2
+    assert [hand.machine.pool.offset(name) // KV_UNIT for name in "13"] == [0, 1]
+    for name in "13":
+        hand.machine.check(name)

@@ -262,3 +262,27 @@ def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., st
         bench.submit(name, prompt)
         assert bench.run()[name] == reference(folder, prompt)
     assert cached(bench, "b") == cached(bench, "c") == len(prompt.tokens) - 1
+
+
+def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable[..., str]) -> None:
+    """Preempted, forgotten, begun anew and cancelled on the way: its memory holds only a part of what it once had."""
+    folder = checkpoint("qwen3_vl")
+    bench = pd.Bench(folder, headroom=1, kv_tokens=4 * KV_UNIT, token_budget=32)
+    prompt = pd.prompt(folder, [120])
+    bench.submit("older", pd.prompt(folder, [40], seed=1), max_tokens=120, ignore_eos=True)
+    bench.engine.step()
+    bench.engine.step()
+    bench.submit("x", prompt, max_tokens=60, ignore_eos=True)
+    while not bench.engine.beat().preempted:
+        bench.engine.step()
+    assert len(bench.of("x")) > 1
+    bench.engine._pool.forget()
+    bench.engine.cancel("older")
+    bench.engine.step()
+    assert 0 < bench.engine._requests["x"].computed < len(prompt.tokens)
+    first = bench.engine._pool.offset("x") + bench.engine._requests["x"].computed
+    for pool in (*bench.engine._pool._keys, *bench.engine._pool._values):
+        pool[:, first:] = 7.0       # nothing of before is there
+    bench.engine.cancel("x")
+    bench.submit("y", prompt)
+    assert bench.run()["y"] == reference(folder, prompt)

@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from operator import attrgetter
 
 _numbers = count()
 
@@ -39,44 +38,46 @@ class Job:
         return 1.0 if unit == "image" else 1.0 / self.images
 
     @property
-    def place(self) -> tuple[float, int]:
-        return self.due, self.number
+    def entry(self) -> Entry:
+        """Its place in the queue, and itself."""
+        return self.due, self.number, self
 
 
-_place = attrgetter("place")
+Entry = tuple[float, int, Job]      # sorted by the first two: no two jobs have the same number
 
 
 class Queue:
     """Jobs that wait, least `due` first, then in order of arrival."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._entries: list[Entry] = []
         self.patches = 0
 
     def put(self, job: Job) -> None:
         """A job that a worker lost keeps its `due`, and so its place."""
-        insort(self._jobs, job, key=_place)
+        insort(self._entries, job.entry)
         self.patches += job.patches
 
     def remove(self, job: Job) -> bool:
         """Take a job out; False if it does not wait here."""
-        at = bisect_left(self._jobs, job.place, key=_place)
-        if at == len(self._jobs) or self._jobs[at] is not job:
+        at = bisect_left(self._entries, job.entry)
+        if at == len(self._entries) or self._entries[at][2] is not job:
             return False
-        del self._jobs[at]
+        del self._entries[at]
         self.patches -= job.patches
         return True
 
     def take_all(self) -> list[Job]:
         """Empty the queue."""
-        jobs, self._jobs, self.patches = self._jobs, [], 0
+        jobs = list(self)
+        self._entries, self.patches = [], 0
         return jobs
 
     def head(self) -> Job | None:
-        return self._jobs[0] if self._jobs else None
+        return self._entries[0][2] if self._entries else None
 
     def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs)
+        return (job for _, _, job in self._entries)
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._entries)

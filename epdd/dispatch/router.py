@@ -13,20 +13,20 @@ a long one, and the head of the queue always goes to the next fast one that is f
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
-from epdd.dispatch.pools import CPU, GPU, Lane, Pools
+from epdd.dispatch.pools import CPU, GPU, SECONDS_MIN, Lane, Pools
 from epdd.dispatch.queue import Job, Queue
-from epdd.dispatch.timing import TimeModel
 
 LOOK_AHEAD = 256        # jobs that `earliest` walks through: bounds the cost of a decision
 NOT_WORTH = 1.1         # a lane this much faster is worth waiting for; nearly equal ones are not
 RETHINK_S = 0.1         # an encoder that was left idle is looked at again: others may be late
 TYPICAL_WEIGHT = 0.02   # how fast the typical image follows what comes: about the last fifty count
-TYPICAL_CHANGE = 1.25   # a change by this factor sorts the lanes anew
-FORGET_EVERY_S = 1.0    # how often old load is forgotten
+TYPICAL_CHANGE = 1.5    # a change by this factor sorts the lanes anew
+FORGET_EVERY_S = 5.0    # how often old load is forgotten
 
 
 class Choice(NamedTuple):
@@ -199,24 +199,34 @@ class Router:
         if not candidates:
             return None
         lane = min(candidates, key=lambda lane: lane.finish(head, now))
-        remaining = lane.remaining(now)
-        rivals = [(rival.remaining(now), rival.model) for rival in self.pools.faster(lane.seconds / NOT_WORTH)]
-        if not rivals:
+        rivals = self._rivals(lane, now)
+        if rivals is None:
             return Choice(head, lane, "finishes first")
-        demands: dict[int, int] = {}        # patches to its size: what faster lanes do before this one is done
+        remaining = lane.remaining(now)
+        demands: dict[int, float] = {}      # patches to its size: what faster lanes do before this one is done
         before, job = 0, head
         for job in islice(self.queue, LOOK_AHEAD):
             demand = demands.get(job.patches)
             if demand is None:
                 finish = remaining + lane.model.predict(job.patches)
-                demand = demands[job.patches] = _sooner(job.patches, finish, rivals)
-            if before >= demand:
+                demand = demands[job.patches] = rivals.before(finish, job.patches)
+            if before > demand:
                 return Choice(job, lane, _why(before))
             before += job.patches
         # What lies beyond is taken to be like the last one seen.
-        if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches >= demands[job.patches]:
+        if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches > demands[job.patches]:
             return Choice(job, lane, "finishes first: faster ones have the queue before it")
         return None
+
+    def _rivals(self, lane: Lane, now: float) -> _Rivals | None:
+        """The closed lanes that are faster than `lane`; None: there are none."""
+        lanes, count = self.pools.faster(lane.seconds / NOT_WORTH)
+        if not count:
+            return None
+        # What waits is what they would do.
+        patches = max(1, self.queue.patches // len(self.queue))
+        return _Rivals([(rival.remaining(now), patches / max(rival.model.predict(patches), SECONDS_MIN))
+                        for rival in lanes], count / len(lanes))
 
     def _least_loaded(self, head: Job, now: float) -> Choice | None:
         lanes = [lane for lane in (self.pools.first(GPU, now), self.pools.first(CPU, now)) if lane]
@@ -241,13 +251,27 @@ class Router:
         return Choice(head, lane, "GPUs only" if kind == GPU else "no GPU encoder here") if lane else None
 
 
-def _sooner(patches: int, finish: float, rivals: list[tuple[float, TimeModel]]) -> int:
-    """Patches, in images of `patches`, that the rivals together finish within `finish` seconds from now."""
-    images = 0
-    for remaining, model in rivals:
-        if finish > remaining:
-            images += int((finish - remaining) / model.predict(patches))
-    return images * patches
+class _Rivals:
+    """Lanes that could do the job instead, by when they are free and their patches a second."""
+
+    def __init__(self, lanes: list[tuple[float, float]], each: float) -> None:
+        """`lanes`: (seconds until free, patches a second); each stands for so many."""
+        lanes.sort()
+        self._free = [free for free, _ in lanes]
+        self._each = each
+        # After i lanes: their patches a second, and what they have not done for being free late.
+        self._rates = [0.0, *accumulate(rate for _, rate in lanes)]
+        self._missed = [0.0, *accumulate(free * rate for free, rate in lanes)]
+
+    def before(self, finish: float, patches: int) -> float:
+        """Patches before an image of `patches` with which they would still be done with it within `finish` seconds.
+
+        All that they do until then, less the image itself, less half an image for each lane but one: images are not
+        divided, so lanes do not end together.
+        """
+        i = bisect_right(self._free, finish)
+        done = finish * self._rates[i] - self._missed[i]
+        return self._each * done - patches * (1 + self._each * i) / 2 if i else -1.0
 
 
 def _why(before: int) -> str:

@@ -53,7 +53,8 @@ class AdminServer:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = orjson.loads(line)
-            verb = self._verbs.get(request.get("verb", "")) if isinstance(request, dict) else None
+            name = request.get("verb") if isinstance(request, dict) else None
+            verb = self._verbs.get(name) if isinstance(name, str) else None
             if verb is None:
                 raise BadRequest(f"verbs are {', '.join(sorted(self._verbs))}")
             return {"ok": True, "result": verb(request)}

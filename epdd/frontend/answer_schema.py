@@ -196,5 +196,16 @@ class Pong(_Answer):
     status: Literal["ok"]
 
 
+class Status(msgspec.Struct):
+    """Its parts have the fields that `chat_page/figures.py` names."""
+
+    state: str
+    uptime_s: float
+    workers: list[dict[str, Any]]
+    router: dict[str, Any]
+    arena: dict[str, Any]
+    cache: dict[str, Any]
+
+
 class Version(_Answer):
     version: str

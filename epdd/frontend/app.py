@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import faults, ids, keys
+from epdd.frontend import chat_page, faults, ids, keys
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
@@ -73,6 +73,7 @@ def build(context: Context) -> web.Application:
                        ("/version", pages.version), ("/metrics", pages.metrics),
                        ("/openapi.json", pages.openapi)):
         app.router.add_get(path, page)
+    chat_page.add(app.router, context)
     return app
 
 

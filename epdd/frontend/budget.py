@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from epdd.errors import Overloaded
+
 
 class Share:
     """The bytes one request holds of a budget."""
@@ -14,6 +16,12 @@ class Share:
     def __init__(self, budget: Budget, amount: int) -> None:
         self._budget = budget
         self.amount = amount
+
+    def grow(self, amount: int) -> None:
+        """Take `amount` more.  Refused, not waited for, as whoever waits here holds something: raises Overloaded."""
+        if not self._budget.take_now(amount):
+            raise Overloaded("Too many images are being read; try again later")
+        self.amount += amount
 
     def shrink(self, amount: int) -> None:
         """Give back what is over `amount`."""
@@ -23,7 +31,7 @@ class Share:
 
 
 class Budget:
-    """Bytes that may be held at once.  A request asks once, for all it needs, so none waits while holding."""
+    """Bytes that may be held at once.  A request waits once, for all it knows to need, so none waits while holding."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -61,6 +69,13 @@ class Budget:
             else:
                 self.give(amount)               # granted in the same moment
             raise
+
+    def take_now(self, amount: int) -> bool:
+        """Take it if it is free, before those who wait."""
+        if amount > self._free:
+            return False
+        self._free -= amount
+        return True
 
     def give(self, amount: int) -> None:
         self._free += amount

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -42,8 +43,10 @@ class Fetcher:
     async def close(self) -> None:
         await self._session.close()
 
-    async def fetch(self, address: str) -> bytes:
-        """The file's bytes.  The time limit starts when the fetch does, not while it waits for its turn.
+    async def fetch(self, address: str, count: Callable[[int], None] = lambda size: None) -> bytes:
+        """The file's bytes; `count` is told of each piece that comes, and may raise.
+
+        The time limit starts when the fetch does, not while it waits for its turn.
 
         Raises MediaError: invalid_image_url if the address is malformed or not allowed, image_file_too_large,
         failed_to_download_image for all else.
@@ -54,7 +57,7 @@ class Fetcher:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    return await self._follow(url)
+                    return await self._follow(url, count)
             except TimeoutError:
                 raise _failed(f"it took over {self._config.timeout_s:g} s") from None
             except aiohttp.InvalidURL:
@@ -63,23 +66,24 @@ class Fetcher:
                 # The library's own words may name internal addresses.
                 raise _failed("the connection failed") from None
 
-    async def _follow(self, url: URL) -> bytes:
+    async def _follow(self, url: URL, count: Callable[[int], None]) -> bytes:
         for _ in range(self._config.redirects_max + 1):
             self._gate.check_literal(url)
             async with self._session.get(url, allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:
-                    return await self._read(response)
+                    return await self._read(response, count)
                 target = response.headers.get("Location", "")
             url = _parse(target, base=url)
         raise _failed(f"over {self._config.redirects_max} redirects")
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, count: Callable[[int], None]) -> bytes:
         if response.status != 200:
             raise _failed(f"the server answered {response.status}")
         most = self._config.file_bytes_max
         data = bytearray()
         if (response.content_length or 0) <= most:
             async for piece in response.content.iter_chunked(_READ_BYTES):
+                count(len(piece))
                 data += piece
                 if len(data) > most:
                     break

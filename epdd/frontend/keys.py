@@ -13,8 +13,10 @@ from aiohttp.typedefs import Handler, Middleware
 from epdd.config import Server
 from epdd.errors import ConfigError, Unauthorized
 
-# Probes of load balancers and service managers carry no key, and these pages say nothing but states.
-OPEN = frozenset(("/health", "/ready", "/ping"))
+# Probes of load balancers and service managers carry no key, and these pages say nothing but states.  The chat page
+# asks for the key itself; its files are the same in every installation.
+OPEN = frozenset(("/health", "/ready", "/ping", "/"))
+OPEN_BELOW = "/page/"
 
 
 class Keys:
@@ -29,7 +31,7 @@ class Keys:
 
     def check(self, request: web.Request) -> None:
         """Raises Unauthorized."""
-        if not self._hashes or request.path in OPEN:
+        if not self._hashes or request.path in OPEN or request.path.startswith(OPEN_BELOW):
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         sent = _hash(key.strip())

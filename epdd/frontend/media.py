@@ -70,23 +70,23 @@ class Media:
             raise BadRequest(f"The conversation holds {len(refs)} images; at most {self._limits.images_max} "
                              "are allowed", param="messages")
         async with self.budget.hold(sum(self._bytes_max(ref.url) for ref in refs)) as share:
-            images = await self._all(refs, min_pixels, max_pixels)
+            images = await self._all(refs, min_pixels, max_pixels, share)
             share.shrink(sum(len(image.data) for image in images))
             yield Held(images, share)
 
-    async def _all(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int) -> list[Image]:
+    async def _all(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int, share: Share) -> list[Image]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._image(ref, min_pixels, max_pixels)) for ref in refs]
+                tasks = [group.create_task(self._image(ref, min_pixels, max_pixels, share)) for ref in refs]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _image(self, ref: ImageRef, min_pixels: int, max_pixels: int) -> Image:
+    async def _image(self, ref: ImageRef, min_pixels: int, max_pixels: int, share: Share) -> Image:
         try:
             source: str | bytes = ref.url
             if _scheme(ref.url) in ("http", "https"):
-                source = await self._fetcher.fetch(ref.url)
+                source = await self._fetcher.fetch(ref.url, share.grow)
             elif _scheme(ref.url) == "file":
                 source = await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._folders.read, ref.url)
@@ -118,7 +118,9 @@ class Media:
         return Image(data, width, height, grid, self._family.rows(grid), key)
 
     def _bytes_max(self, url: str) -> int:
-        """What the file can have at most, known before it is read."""
+        """Room to wait for before the file is read."""
+        if _scheme(url) in ("http", "https"):
+            return 0    # counted as it comes: a host that never answers must not keep room from images that are here
         return len(url) * 3 // 4 if _scheme(url) == "data" else self._limits.file_bytes_max
 
 

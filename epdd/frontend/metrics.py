@@ -26,16 +26,19 @@ class Window:
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count = 0
+        self._sum = 0.0
 
     def add(self, value: float) -> None:
         self._values.append(value)
         self._count += 1
+        self._sum += value
 
     def snapshot(self) -> dict[str, float]:
-        """`count` is of all values ever; zeros before the first."""
+        """`count` and `sum` are of all values ever, for means between two looks; zeros before the first."""
         ordered = sorted(self._values) or [0.0]
         last = len(ordered) - 1
-        return {**{f"p{share}": ordered[round(last * share / 100)] for share in (50, 90, 99)}, "count": self._count}
+        return {**{f"p{share}": ordered[round(last * share / 100)] for share in (50, 90, 99)}, "count": self._count,
+                "sum": self._sum}
 
 
 class Rate:

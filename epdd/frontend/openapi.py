@@ -13,7 +13,8 @@ import msgspec
 
 from epdd import __version__
 from epdd.frontend.answer_schema import (
-    ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong, Ready, TextChunk, TextCompletion, Version,
+    ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong, Ready, Status, TextChunk, TextCompletion,
+    Version,
 )
 from epdd.frontend.keys import OPEN
 from epdd.frontend.schema import ChatBody, CompletionBody, Detokenized, DetokenizeBody, TokenizeBody, Tokenized
@@ -64,6 +65,7 @@ OPERATIONS = (
     Operation("get", "/ready", "Could a request with an image be served now", Ready, refusals=(503,), unwell=Ready),
     Operation("get", "/ping", "Does the daemon answer", Pong),
     Operation("get", "/version", "The daemon's version", Version),
+    Operation("get", "/status", "Workers, queue, budgets and latencies, as the chat page shows them", Status),
     Operation("get", "/metrics", "For Prometheus", None),
     Operation("get", "/openapi.json", "This document", msgspec.defstruct("OpenApi", [])),
 )

@@ -66,7 +66,7 @@ def greet(model: str, host: str, port: int, socket: Path, keyed: bool) -> None:
     key = ' -H "Authorization: Bearer $EPDD_API_KEY"' if keyed else ""
     hint = " (with a key in EPDD_API_KEY)" if keyed else ""
     print(f"""
-epdd serves {model} at http://{address}:{port}/v1.  Try{hint}:
+epdd serves {model}.  Open http://{address}:{port}/ in a browser, or try{hint}:
 
   {command} --socket {socket} chat -i {sample} "{QUESTION}"
 

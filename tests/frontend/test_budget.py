@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from epdd.errors import Overloaded
 from epdd.frontend.budget import Budget
 
 
@@ -129,5 +130,18 @@ def test_a_waiter_cancelled_and_not_yet_run_is_passed_over() -> None:
         async with asyncio.timeout(1):
             share = await second
         assert budget.used == share.amount == 10
+
+    asyncio.run(go())
+
+
+def test_a_share_grows_by_what_is_free_and_is_refused_the_rest() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        async with budget.hold(4) as share:
+            share.grow(5)
+            with pytest.raises(Overloaded):
+                share.grow(2)
+            assert share.amount == budget.used == 9
+        assert budget.used == 0
 
     asyncio.run(go())

@@ -38,7 +38,7 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
                            ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": []})):
             answer = await house.http.post(house.url + path, json=body, headers=headers)
             assert answer.status == status
-        for path in ("/v1/models", "/version", "/metrics"):
+        for path in ("/v1/models", "/version", "/metrics", "/status"):
             answer = await house.http.get(house.url + path, headers=headers)
             assert answer.status == status
         if status == 401:
@@ -49,7 +49,7 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
             # Whether a page exists is nobody's business either.
             assert (await house.http.get(f"{house.url}/nowhere", headers=headers)).status == 401
             assert house.script.requests == [] and house.context.stats.counts["accepted"] == 0
-        for path in ("/health", "/ready", "/ping"):
+        for path in ("/health", "/ready", "/ping", "/", "/page/main.js"):
             assert (await house.http.get(house.url + path, headers=headers)).status == 200
             assert (await house.http.head(house.url + path, headers=headers)).status == 200
 

@@ -19,13 +19,13 @@ class Clock:
 
 def test_percentiles() -> None:
     window = Window()
-    assert window.snapshot() == {"p50": 0.0, "p90": 0.0, "p99": 0.0, "count": 0}
+    assert window.snapshot() == {"p50": 0.0, "p90": 0.0, "p99": 0.0, "count": 0, "sum": 0.0}
     for value in range(100, -1, -1):
         window.add(value)
-    assert window.snapshot() == {"p50": 50, "p90": 90, "p99": 99, "count": 101}
+    assert window.snapshot() == {"p50": 50, "p90": 90, "p99": 99, "count": 101, "sum": 5050}
     for _ in range(5000):
         window.add(7)
-    assert window.snapshot() == {"p50": 7, "p90": 7, "p99": 7, "count": 5101}
+    assert window.snapshot() == {"p50": 7, "p90": 7, "p99": 7, "count": 5101, "sum": 40050}
 
 
 def test_rate_is_of_the_last_whole_seconds() -> None:
@@ -80,7 +80,7 @@ def test_a_request_in_numbers() -> None:
         record.tokens(0, 1)
         clock.now += 1.25
     found = stats.snapshot()
-    assert found["latency_s"] == {"p50": 3.0, "p90": 3.0, "p99": 3.0, "count": 1}
+    assert found["latency_s"] == {"p50": 3.0, "p90": 3.0, "p99": 3.0, "count": 1, "sum": 3.0}
     assert found["ttft_s"]["p50"] == 1.5
     assert (found["running"], found["accepted"], found["completed"]) == (0, 1, 1)
     assert (stats.prompt_tokens, stats.generated_tokens, stats.images, stats.unknown_fields) == (40, 4, 2, 3)

@@ -1,0 +1,110 @@
+"""Each client in an environment of its own, with the versions pinned beside this file: `make clients`.
+
+They lie in EPDD_CLIENTS, or in build/clients, named after what is in them, and are made once.  Tests use what is
+there and skip the rest: whoever only runs `make test` downloads no benchmark clients.  Standard library only.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAMES = ("langchain", "node", "litellm", "aiperf", "vllm")
+INSTALL_S = 600
+
+
+class Unavailable(Exception):
+    """The client cannot be run here; the message says why."""
+
+
+def cache():
+    return Path(os.environ.get("EPDD_CLIENTS") or HERE.parents[1] / "build" / "clients").absolute()
+
+
+def place(name):
+    """The environment's folder: another one for each set of versions, Python and place of epdd's own packages."""
+    pins = HERE / ("package-lock.json" if name == "node" else f"{name}.txt")
+    key = hashlib.sha256(pins.read_bytes() + f"{sys.version} {sysconfig.get_path('purelib')}".encode())
+    return cache() / f"{name}-{key.hexdigest()[:12]}"
+
+
+def found(name):
+    """The folder of a client that has been installed, once an installation under way is over.  Raises Unavailable."""
+    folder = place(name)
+    if cache().exists():
+        with _locked(fcntl.LOCK_SH):
+            if (folder / "complete").exists():
+                return folder
+            if (folder / "failed").exists():
+                raise Unavailable(f"{name} could not be installed: {(folder / 'failed').read_text()}")
+    raise Unavailable(f"{name} is not installed: run `make clients`")
+
+
+def install(name):
+    """Make the environment where it is missing.  Raises Unavailable with the installer's last words."""
+    folder = place(name)
+    if (folder / "complete").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        _npm(folder) if name == "node" else _pip(name, folder)
+    except Unavailable as error:
+        (folder / "failed").write_text(str(error))
+        raise
+    (folder / "complete").touch()
+
+
+def _pip(name, folder):
+    _run(sys.executable, "-m", "venv", folder)
+    if name == "vllm":
+        # torch is most of what vLLM needs, and epdd has it; what is pinned here comes first all the same.
+        site = next(folder.glob("lib/python*/site-packages"))
+        (site / "epdd.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # The pins are complete: nothing is left to resolve, and modules are compiled when they are used.
+    _run(folder / "bin" / "pip", "install", "--quiet", "--no-deps", "--no-compile", "-r", HERE / f"{name}.txt")
+
+
+def _npm(folder):
+    if not shutil.which("npm"):
+        raise Unavailable("npm is missing")
+    for file in ("package.json", "package-lock.json"):
+        shutil.copy(HERE / file, folder)
+    _run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder)
+
+
+def _run(*command):
+    try:
+        ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=INSTALL_S,
+                               stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} took over {INSTALL_S} s") from None
+    if ended.returncode:
+        raise Unavailable(" ".join(ended.stderr.strip().splitlines()[-2:])[:500])
+
+
+@contextmanager
+def _locked(how):
+    with open(cache() / "lock", "w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+def main():
+    cache().mkdir(parents=True, exist_ok=True)
+    with _locked(fcntl.LOCK_EX):
+        for name in NAMES:
+            try:
+                install(name)
+            except Unavailable as error:
+                print(f"client {name}: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

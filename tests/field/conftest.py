@@ -1,0 +1,84 @@
+"""Daemons that cases share, and the table that the run prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.daemon import Daemon, running
+from tests.field import web
+from tests.field.table import CASES, Case
+
+# By the name that a case asks for.  The shared daemon serves nearly all.
+SETTINGS: dict[str, dict[str, object]] = {
+    "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 1},
+    # Little of everything, and images from public addresses, as is the default.
+    "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 40 << 10,
+              "server__body_bytes_max": 8 << 20},
+    "text": {"encoder__workers": 1, "media__images_max": 0},
+}
+_VERDICTS = pytest.StashKey[dict[str, tuple[str, str]]]()
+_LONGEST = 160
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[web.Host]:
+    with web.hosting() as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below it the small daemon reads images."""
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="session")
+def start(host: web.Host, folder: Path) -> Iterator[Callable[[str], Daemon]]:
+    """start(name): the daemon with these settings.  One runs at a time: the cores are few."""
+    with ExitStack() as stack:
+        now: dict[str, Daemon] = {}
+
+        def get(name: str) -> Daemon:
+            if name not in now:
+                stack.close()
+                now.clear()
+                allowed = f"127.0.0.1:{host.server_address[1]},127.0.0.1:1,no-such-host.invalid"
+                settings = {"media__allow": allowed, **SETTINGS[name]}
+                if name == "small":
+                    settings["media__folders"] = folder
+                now[name] = stack.enter_context(running(**settings)).ready()
+            return now[name]
+
+        yield get
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]
+                              ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    if isinstance(case, Case) and (report.when == "call" or report.failed):
+        short = bool(case.short) and report.outcome == "skipped"
+        verdict = "short" if short else {"passed": "right", "failed": "WRONG"}.get(report.outcome, report.outcome)
+        why = repr(call.excinfo.value) if report.failed and call.excinfo else ""
+        item.config.stash.setdefault(_VERDICTS, {})[case.id] = verdict, why
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    verdicts = config.stash.get(_VERDICTS, {})
+    if not verdicts:
+        return
+    terminalreporter.section("field cases")
+    width = max(len(case.name) for case in CASES)
+    counts: dict[str, int] = {}
+    for case in sorted(CASES, key=lambda case: case.id):
+        verdict, why = verdicts.get(case.id, ("later" if case.drill is None else "-", ""))
+        counts[verdict] = counts.get(verdict, 0) + 1
+        line = f"{verdict:5}  {case.id:4}  {case.name:{width}}  "
+        terminalreporter.write_line((line + (why or case.short or f"{case.goes_in} -> {case.comes_out}"))[:_LONGEST])
+    terminalreporter.write_line(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))

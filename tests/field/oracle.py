@@ -1,0 +1,175 @@
+"""What must hold after every case, whatever it did."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import psutil
+
+from tests.field import pictures
+from tests.field.house import ANSWER_BYTES_MAX, BASE64, GAP_S, LEAKS, LOG_BYTES_MAX, SETTLE_S, House, Reply
+from tests.field.table import Case
+
+NEIGHBOUR = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 80,
+             "ignore_eos": True, "stream": True}
+GREETING = "Hello! I can name colours and shapes"
+CASE_S = 60.0               # a case that waits for what never comes
+RESIDENT_SHARE = 0.05       # how much larger anybody may be after the repetitions
+RESIDENT_FLOOR = 4 << 20    # bytes: of a daemon of 60 MB, pages of the allocator more or less
+
+
+class Neighbour:
+    """Somebody else's streams, one after the other, while the case runs."""
+
+    def __init__(self, house: House, expected: str) -> None:
+        self._house, self._expected = house, expected
+        self._over = asyncio.Event()
+        self.begun = asyncio.Event()
+        self._gap = 0.0
+
+    async def run(self) -> None:
+        while not self._over.is_set():
+            text = await self._one()
+            assert text == self._expected, f"a stream beside the case said {text!r}"
+
+    async def _one(self) -> str:
+        lines: list[bytes] = []
+        last = 0.0
+        async with self._house.http.post(self._house.daemon.url("/v1/chat/completions"), json=NEIGHBOUR) as answer:
+            async for line in answer.content:
+                now = time.monotonic()
+                # Its first token waits behind those who came before it.
+                self._gap, last = max(self._gap, now - last if last else 0.0), now
+                lines.append(line)
+                self.begun.set()
+        return Reply(answer.status, {}, b"".join(lines).decode(), 0).said
+
+    async def end(self, task: asyncio.Task[None]) -> None:
+        self._over.set()
+        await task
+        assert self._gap < GAP_S, f"a stream beside the case paused for {self._gap:.1f} s"
+
+
+async def expected_text(house: House) -> str:
+    return (await house.post(NEIGHBOUR)).said
+
+
+async def at_rest(house: House) -> dict[str, Any]:
+    """The numbers that must be back at their start, when nothing runs."""
+    def idle(status: dict[str, Any]) -> bool:
+        return (status["requests"]["running"] == 0 and status["router"]["queue_jobs"] == 0
+                and status["arena"]["waiting"] == 0 and status["arena"]["pinned_bytes"] == 0
+                and all(not w["in_flight"] and not w["running"] and not w["waiting"] and not w["kv_used"]
+                        for w in status["workers"]))
+    status = await house.until(idle, SETTLE_S)
+    daemon = psutil.Process(house.daemon.process.pid)
+    return {"i_cpu": status["router"]["i_cpu"], "held": await held(house),
+            "fds": daemon.num_fds(), "children": len(daemon.children(recursive=True)),
+            "worker_fds": {w["name"]: len(os.listdir(f"/proc/{w['pid']}/fd")) for w in status["workers"]},
+            "pids": {w["name"]: w["pid"] for w in status["workers"]}}
+
+
+async def held(house: House) -> float:
+    """Bytes of bodies and image files in the daemon's memory."""
+    text = (await house.get("/metrics")).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("epdd_held_bytes"))
+
+
+async def settled(house: House, case: Case, before: dict[str, Any]) -> dict[str, Any]:
+    """Everything is back at its start within SETTLE_S, but for the pids of what the case kills; the numbers now."""
+    if case.kills:
+        await house.ready()
+    end = time.monotonic() + SETTLE_S
+    while True:
+        after = await at_rest(house)
+        changed = {name for name, pid in after["pids"].items() if pid != before["pids"].get(name)}
+        left = {key: (before[key], value) for key, value in after.items()
+                if value != before[key] and key != "pids"}
+        if not left or time.monotonic() > end:
+            break
+        await asyncio.sleep(0.05)       # a connection may still be closing
+    assert not left, f"before and after: {left}"
+    assert changed <= set(case.kills), f"{changed} were replaced"
+    return after
+
+
+async def served(house: House, sees: bool) -> None:
+    """The daemon still answers, and truly."""
+    assert (await house.answers("Hello")).startswith(GREETING)
+    if sees:
+        assert await house.answers(pictures.circle("red", 64), "What colour is the circle?") == "red"
+
+
+def errors_clean(house: House) -> None:
+    """No answer tells anything of the inside, or repeats what was sent."""
+    for reply in house.errors:
+        assert reply.headers["Content-Type"].startswith("application/json")
+        error = reply.error
+        assert set(error) == {"message", "type", "param", "code"}, reply.text
+        assert isinstance(error["message"], str) and (error["code"] is None or isinstance(error["code"], str))
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "server_error" if reply.status >= 500 else "invalid_request_error"
+        assert error["type"] == kinds.get(reply.status, kind), reply.text
+        assert len(reply.text) < ANSWER_BYTES_MAX and not LEAKS.search(reply.text), reply.text[:1000]
+
+
+def log_clean(house: House, text: str) -> None:
+    """Our own faults are named by their request; nothing in the log is long, or holds an image."""
+    for line in text.splitlines():
+        assert len(line) < LOG_BYTES_MAX and not BASE64.search(line), line[:500]
+    assert "Traceback" not in text, text[-4000:]
+    for reply in house.errors:
+        # What is the client's fault, and a full house, is counted and not logged.
+        if reply.status >= 500 and reply.error["code"] not in ("no_worker", "arena_full", "unavailable"):
+            assert any(reply.id in line for line in text.splitlines() if " ERROR " in line), reply.text
+
+
+def resident(house: House) -> dict[str, int]:
+    status = house.status()
+    return {"epdd": status["rss_bytes"]} | {w["name"]: w["rss_bytes"] for w in status["workers"]}
+
+
+async def repeated(house: House, case: Case) -> None:
+    """Nobody grows by repeating the case; the first runs do not count."""
+    assert case.drill is not None
+    for _ in range(max(5, case.repeats // 5)):
+        await case.drill(house)
+    before = resident(house)
+    for _ in range(case.repeats):
+        await case.drill(house)
+    await at_rest(house)
+    for name, size in resident(house).items():
+        assert size < before[name] * (1 + RESIDENT_SHARE) + RESIDENT_FLOOR, (name, before[name], size)
+
+
+async def judge(house: House, case: Case, before: dict[str, Any], neighbour_text: str, sees: bool) -> dict[str, Any]:
+    """Run the case and ask everything.  Numbers at rest: `before` it, and as they are after it."""
+    assert case.drill is not None
+    log = house.daemon.folder / "log"
+    log_start = log.stat().st_size
+    neighbour = Neighbour(house, neighbour_text)
+    # A stream breaks with its worker: then nobody is beside the case.
+    beside = None if "pd/0" in case.kills else asyncio.create_task(neighbour.run())
+    try:
+        async with asyncio.timeout(CASE_S):
+            if beside is not None:
+                await neighbour.begun.wait()
+            await case.drill(house)
+    except BaseException:
+        if beside is not None:
+            beside.cancel()
+        raise
+    if beside is not None:
+        await neighbour.end(beside)
+    after = await settled(house, case, before)
+    if case.repeats:
+        await repeated(house, case)
+    await served(house, sees)
+    errors_clean(house)
+    with open(log) as file:
+        file.seek(log_start)
+        log_clean(house, file.read())
+    return after

@@ -1,0 +1,130 @@
+"""D44: between the processes; and request ids that clients choose."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import stat
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from tests.e2e.daemon import ROOT
+from tests.field import pictures
+from tests.field.house import House, Reply, asking
+from tests.field.table import case, elsewhere
+
+COLOUR = "What colour is the circle?"
+
+
+@case("D44a", "the encoder rejects the image", "a header that is right, pixels that are not",
+      "the encoder's 400 at once")
+async def rejected(house: House) -> None:
+    picture = pictures.photo()
+    replies = await asyncio.gather(*(house.ask(picture[:-cut], COLOUR, stream=cut % 2 == 0) for cut in range(40, 48)))
+    assert {(reply.status, reply.error["code"]) for reply in replies} == {(400, "image_parse_error")}
+    assert max(reply.seconds for reply in replies) < 2
+
+
+@case("D44b", "200 images in the same instant", "one encoder, the other is drained",
+      "200 right answers, or 429 and 503")
+async def burst(house: House) -> None:
+    colours = ("red", "green", "blue")
+    # Bytes behind an image's end make it another file of the same picture.
+    bodies = [(colours[i % 3], asking(pictures.circle(colours[i % 3]) + bytes([44, i]), COLOUR)) for i in range(200)]
+    house.daemon.ask("drain", worker="encoder/1")
+    try:
+        replies = await asyncio.gather(*(house.post(body) for _, body in bodies))
+    finally:
+        house.daemon.ask("resume", worker="encoder/1")
+    for (colour, _), reply in zip(bodies, replies):
+        assert reply.said == colour if reply.status == 200 else reply.status in (429, 503)
+    good = [reply for reply in replies if reply.status == 200]
+    assert len(good) > 100 and len({reply.id for reply in replies}) == 200
+
+
+@case("D44g", "counters after errors", "1,000 requests, 24 at a time: good, refused, leaving; two encoders",
+      "every counter is zero, both encoders did their part")
+async def storm(house: House) -> None:
+    before = {w["name"]: w["done"] for w in house.status()["workers"]}
+    outcomes: Counter[str] = Counter()
+    gate = asyncio.Semaphore(24)
+    broken = pictures.photo()[:-50]
+
+    async def one(i: int) -> None:
+        colour = ("red", "green", "blue")[i % 3]
+        image = broken + bytes([i % 256]) if i % 5 == 1 else pictures.circle(colour, 120 + i // 3 % 20)
+        body = asking(image, COLOUR, stream=i % 2 == 0)
+        if i % 5 == 2:
+            body["top_p"] = -1
+        if i % 5 == 3:
+            body |= {"max_tokens": 200, "ignore_eos": True}
+        async with gate:
+            try:
+                async with asyncio.timeout(i % 17 * 0.02 if i % 5 == 3 else 60):
+                    reply = await house.post(body)
+            except TimeoutError:
+                outcomes["left"] += 1
+                return
+        if reply.status == 200:
+            outcomes["good" if reply.said.startswith(colour) else "wrong"] += 1
+        elif reply.status == 400 and i % 5 in (1, 2):
+            outcomes["refused"] += 1
+        else:
+            outcomes["busy" if reply.status == 429 else "wrong"] += 1
+
+    await asyncio.gather(*(one(i) for i in range(1000)))
+    assert outcomes.total() == 1000 and outcomes["wrong"] == 0, outcomes
+    assert min(outcomes[kind] for kind in ("good", "refused", "left")) > 100, outcomes
+    done = {w["name"]: w["done"] - before[w["name"]] for w in house.status()["workers"]}
+    assert min(done["encoder/0"], done["encoder/1"]) >= 0.2 * (done["encoder/0"] + done["encoder/1"]), done
+
+
+@case("D44h", "trust between processes", "who listens where; garbage to every socket; what is unpickled",
+      "loopback or 0600; that connection ends, no other; nothing that crossed an edge")
+async def trust(house: House) -> None:
+    daemon = psutil.Process(house.daemon.process.pid)
+    family = [daemon, *daemon.children(recursive=True)]
+    listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", house.daemon.port)}
+    assert stat.S_IMODE(house.daemon.socket_path.stat().st_mode) == 0o600
+    sockets: tuple[tuple[int, Any], ...] = ((socket.AF_UNIX, str(house.daemon.socket_path)),
+                                            (socket.AF_INET, ("127.0.0.1", house.daemon.port)))
+    for kind, address in sockets:
+        for garbage in (b"\x80\x04cos\nsystem\n(S'true'\ntR.\n", b"\0" * 200_000 + b"\n",
+                        b"\xff\xff\xff\x7f" * 100 + b"\r\n\r\n", b'{"verb": []}\n'):
+            with socket.socket(kind) as client:
+                client.connect(address)
+                try:
+                    client.sendall(garbage)
+                except ConnectionError:
+                    pass        # hung up on
+            assert house.status()["state"] == "ready"
+    # Workers are reached by socket pairs that have no name; what they say is told apart by field, never unpickled.
+    words = re.compile(r"\b(pickle\.|import (pickle|marshal|shelve|dill)\b|torch\.load\b|(?<!\.)(eval|exec)\()")
+    assert [path.name for path in (ROOT / "epdd").rglob("*.py") if words.search(path.read_text())] == []
+
+
+@case("D44z", "the same request id twice", "two at once with one X-Request-ID",
+      "both 200, and separate; the id is only repeated")
+async def same_id(house: House) -> None:
+    headers = {"X-Request-ID": "twice"}
+    replies: list[Reply] = await asyncio.gather(*(
+        house.post(asking(pictures.circle(colour, 109), COLOUR), headers=headers) for colour in ("red", "blue", "red")))
+    assert [reply.said for reply in replies] == ["red", "blue", "red"]
+    assert {reply.id for reply in replies} == {"twice"} and len({reply.body["id"] for reply in replies}) == 3
+
+
+_FAULTS: tuple[tuple[str, Any, Any], ...] = (
+    ("D44c", "an encoder is killed", "kill -9 while it holds eight requests"),
+    ("D44d", "a worker stands still", "SIGSTOP"),
+    ("D44e", "the daemon is killed", "kill -9"),
+    ("D44f", "everything is killed", "kill -9; then /dev/shm"),
+    ("D44i", "no GPU memory while encoding", "an allocation that fails"),
+    ("D44j", "GPU error, lost device", "an assert on the device; the device gone"),
+    ("D44k", "the kernel's OOM killer", "a cgroup limit"),
+)
+for _id, _name, _goes_in in _FAULTS:
+    elsewhere(_id, _name, _goes_in, "belongs to the fault drills")

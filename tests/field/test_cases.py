@@ -1,0 +1,48 @@
+"""Runs the table: every case against a real daemon, and after each the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.daemon import Daemon
+from tests.field import api, caches, connections, getting, oracle, pixels, processes, prompts  # noqa: F401
+from tests.field.house import House
+from tests.field.table import CASES, Case, Short
+from tests.field.web import Host
+
+_ORDER = ("shared", "small", "text")
+_TEXTS: dict[str, str] = {}
+_AT_REST: dict[str, dict[str, Any]] = {}
+_RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.index(case.daemon), case.id))
+
+
+@pytest.mark.parametrize("case", _RUN, ids=str)
+async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path) -> None:
+    daemon = start(case.daemon)
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else our own idle connections would be counted
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
+        house = House(daemon, host, folder, http)
+        sees = case.daemon != "text"
+        if case.daemon not in _TEXTS:
+            await oracle.served(house, sees)
+            _TEXTS[case.daemon] = await oracle.expected_text(house)
+        if not case.short:
+            # Workers tell of themselves once a second: the numbers after one case are those before the next.
+            before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(house)
+            _AT_REST[case.daemon] = await oracle.judge(house, case, before, _TEXTS[case.daemon], sees)
+            return
+        assert case.drill is not None
+        with pytest.raises(Short):      # when it is reached at last, the row must say so
+            await case.drill(house)
+        pytest.xfail(case.short)
+
+
+def test_the_table_is_whole() -> None:
+    ids = [case.id for case in CASES]
+    assert len(ids) == len(set(ids))
+    assert {f"D{number:02}" for number in range(1, 45)} == {id[:3] for id in ids if id[0] == "D"}

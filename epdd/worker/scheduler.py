@@ -54,8 +54,8 @@ class Batch(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Waiting and running sequences, each oldest first, save that a pinned one may run on while an older one waits,
-    and that one waits while its twin's prompt is computed."""
+    """Waiting and running sequences, each oldest first, but for two things: a pinned one may run on while an older one
+    waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
 
     def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS,
                  begin: Callable[[S], int] = lambda sequence: 0) -> None:

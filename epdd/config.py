@@ -72,6 +72,7 @@ class PrefillDecode:
     batch_max: int = 64                     # sequences that decode together
     kv_tokens: int = 0                      # 0: as many as kv_bytes hold
     kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB
+    prefix_cache: bool = True               # keep what was computed, for prompts that begin alike
 
 
 @dataclass(frozen=True)

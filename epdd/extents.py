@@ -1,4 +1,4 @@
-"""First-fit allocation of contiguous extents in [0, size): arena leases and KV cache both use it.
+"""First-fit allocation of contiguous extents in [0, size): arena leases use it.
 
 Knows numbers only; what they count (bytes, tokens) is the caller's matter.
 """

@@ -45,6 +45,7 @@ class WorkerSpec:
     token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
     batch_max: int = 64             # PD: sequences that run at once
     context_max: int = 0            # tokens; 0: what the checkpoint says
+    prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"
     pace: Pace | None = None        # emulated: how its time passes
@@ -175,7 +176,7 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     """No step will read this request's leases again."""
 
     id: str
-    cached_tokens: int = 0
+    cached_tokens: int = 0          # of the prompt, that were not computed for it
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
@@ -215,6 +216,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     running: int = 0
     waiting: int = 0
     kv_used: int = 0                # tokens
+    kv_cached: int = 0              # tokens that nobody uses, kept for prompts to come until their room is needed
     preempted: int = 0              # in all
 
 

@@ -47,7 +47,7 @@ class Answers:
         self._running = set(range(request.n))       # choices that text can still be added to
         self._working = set(range(request.n))       # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
-        self._cached = 0
+        self._cached: int | None = None
 
     @property
     def cut_short(self) -> bool:
@@ -68,7 +68,8 @@ class Answers:
         index, message = event
         if isinstance(message, Prefilled):
             # Choices share one prompt: the first to report has paid for it.
-            self._cached = self._cached or message.cached_tokens
+            if self._cached is None:
+                self._cached = message.cached_tokens
             return None
         if isinstance(message, Done):
             self._working.discard(index)
@@ -107,7 +108,7 @@ class Answers:
             "completion_tokens": self.generated,
             "total_tokens": self._prompt + self.generated,
             "prompt_tokens_details": {
-                "cached_tokens": self._cached,
+                "cached_tokens": self._cached or 0,
                 "image_tokens": self._image_rows,
             },
         }

@@ -111,6 +111,7 @@ class Status:
             "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
             "parameters": ready.parameters if ready else None,
             "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
+            "kv_cached": worker.beat.kv_cached if worker.role == "pd" else None,
             "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,
             "running": worker.beat.running, "waiting": worker.beat.waiting, "preempted": worker.beat.preempted,
             "last_error": worker.last_error,

@@ -48,7 +48,8 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
         made.append(replace(_seated(common, seat, i), arena_slice=slices[i]))
     for i, seat in enumerate(pds):
         kv_bytes = _kv_bytes(config, seat, topology, pds)
-        made.append(replace(_seated(common, seat, i), kv_tokens=config.pd.kv_tokens, kv_bytes=kv_bytes))
+        made.append(replace(_seated(common, seat, i), kv_tokens=config.pd.kv_tokens, kv_bytes=kv_bytes,
+                            prefix_cache=config.pd.prefix_cache))
     return made
 
 

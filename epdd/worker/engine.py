@@ -6,6 +6,7 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -51,7 +52,9 @@ class Engine:
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
-        self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom)
+        self._caches = spec.prefix_cache
+        self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
+                                                        self._begin)
         self._requests: dict[str, Request] = {}
         self._steps = 0
 
@@ -82,14 +85,14 @@ class Engine:
     def beat(self) -> wire.Beat:
         s = self._scheduler
         return wire.Beat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
-                         kv_used=s.capacity - s.free, preempted=s.preempted)
+                         kv_used=s.capacity - s.free, kv_cached=self._pool.cached, preempted=s.preempted)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def step(self) -> None:
         """Schedule, run, postprocess.  A fault of the run fails the sequences of its batch only."""
         batch = self._scheduler.next_batch()
         for request in batch.preempted:
-            self._pool.release(request.id)
+            self._release(request)
         if not batch.chunks:
             return
         self._steps += 1
@@ -110,6 +113,7 @@ class Engine:
         while self.busy:
             self.step()
         self._send, self._steps = send, 0
+        self._pool.forget()
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
@@ -132,6 +136,7 @@ class Engine:
                                 f"the limit of {self.context_max}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
+        content = _content(tokens, message.spans) if self._caches else ()
         constraint = self._constraints.make(s.grammar, s.ignore_eos) if s.grammar else None
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
@@ -140,7 +145,8 @@ class Engine:
             id=message.id, tokens=tokens, prompt=len(tokens), total_max=len(tokens) + s.max_tokens,
             sampler=Sampler(s, tokens, stop, self._head.out_features, self._device, constraint), stop_ids=stop,
             max_tokens=s.max_tokens, positions=positions, delta=delta, images=images,
-            leases_until=images[-1].end if images else len(tokens))
+            leases_until=images[-1].end if images else len(tokens), content=content,
+            twins=hash(content) if content else None)
 
     def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Rows]:
         """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""
@@ -173,6 +179,14 @@ class Engine:
         positions, delta = self.model.base_model.get_rope_index(
             ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor([span.grid for span in spans]))
         return positions[:, 0], int(delta)
+
+    def _begin(self, request: Request) -> int:
+        """Place an admitted request; how many of its tokens need no computing.  The last one does: for its logits."""
+        found = self._pool.begin(request.id, request.reserved, request.items[:len(request.tokens) - 1])
+        request.proven = found
+        if not request.prefilled:
+            request.cached = found
+        return found
 
     # --- a step
 
@@ -213,6 +227,9 @@ class Engine:
             try:
                 if not math.isfinite(value):
                     raise ArithmeticError("logits are not finite")
+                request.proven = request.computed
+                if len(request.tokens) == request.prompt:
+                    self._pool.share(request.id, request.items[:request.proven])
                 self._advance(request, best if request.sampler.plain else request.sampler.choose(logits[i]), logits[i])
             except Exception as error:
                 self._end(request, failed(request.id, error))
@@ -228,7 +245,7 @@ class Engine:
             request.pinned, request.images = True, []
         else:
             request.images = [Rows(image.start, image.planes.clone()) for image in request.images]
-        self._send(wire.Prefilled(request.id))
+        self._send(wire.Prefilled(request.id, request.cached))
 
     def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:
         if token in request.stop_ids:
@@ -246,8 +263,13 @@ class Engine:
     def _end(self, request: Request, last: wire.FromWorker) -> None:
         del self._requests[request.id]
         self._scheduler.remove(request)
-        self._pool.release(request.id)
+        self._release(request)
         self._send(last)
+
+    def _release(self, request: Request) -> None:
+        """Give a request's memory back; what it computed stays known until the memory is needed."""
+        self._pool.share(request.id, request.items[:request.proven])
+        self._pool.release(request.id)
 
     def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
         """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
@@ -258,3 +280,15 @@ class Engine:
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
         return tokens
+
+
+def _content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:
+    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
+
+    The other placeholders follow from it, and so do the positions of all that comes after.
+    """
+    items = list(tokens)
+    for span in spans:
+        name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
+        items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
+    return tuple(items)

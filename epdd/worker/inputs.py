@@ -36,8 +36,16 @@ class Request(Sequence):
     positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
     delta: int                          # position of an answer's token less its index
     images: list[Rows] = field(default_factory=list)
+    content: tuple[int, ...] = ()       # what the prompt is to the prefix cache; (): nothing
+    proven: int = 0                     # tokens in its memory from which finite logits came
+    cached: int = 0                     # tokens found at its beginning
     leases_until: int = 0               # tokens to compute before no lease is read any more
     prefilled: bool = False
+
+    @property
+    def items(self) -> list[int]:
+        """What prompt and answer so far are to the prefix cache."""
+        return [*self.content, *self.tokens[self.prompt:]] if self.content else []
 
 
 def positions(batch: Batch[Request]) -> torch.Tensor:

@@ -1,18 +1,26 @@
-"""The KV cache: one fixed pool a layer, a contiguous extent of it a sequence.
+"""The KV cache: one fixed pool a layer, a contiguous extent of it a sequence, and what is kept of former ones.
 
 Owns where a sequence's keys and values lie; how many tokens each may hold is the scheduler's decision, and
 any set of extents that fits in sum can be placed: where holes are too small, everything moves up.
+
+Rows outside all extents stay readable until an extent needs their place.  A sequence that begins like a known one
+copies those rows into its own extent: attention reads one contiguous slice a sequence, as fast as without, and
+copying a token's rows is thousands of times cheaper than computing them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from epdd.extents import Extents
 from epdd.worker.attention import Plan
+from epdd.worker.prefix import Prefixes
 from epdd.worker.scheduler import KV_UNIT
+
+HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is held is never taken
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -27,38 +35,73 @@ class Pool:
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
         layers, heads, dim = _shape(config)
-        self._extents = Extents(tokens, KV_UNIT)
-        self._held: dict[str, tuple[int, int]] = {}     # owner: offset, size
-        shape = (heads, self._extents.size, dim)
+        units = tokens // KV_UNIT
+        self._held: dict[str, tuple[int, int]] = {}     # owner: its first unit, how many
+        self._taken = np.zeros(units, bool)             # units of all owners
+        self._prefixes = Prefixes(units)
+        shape = (heads, units * KV_UNIT, dim)
         # full() writes where zeros() would map pages on first use.
         self._keys, self._values = ([torch.full(shape, 0.0, dtype=dtype, device=device) for _ in range(layers)]
                                     for _ in range(2))
 
-    def offset(self, owner: str) -> int:
-        return self._held[owner][0]
+    @property
+    def cached(self) -> int:
+        """Tokens of memory that nobody holds and whose content is known."""
+        return int(np.count_nonzero(self._prefixes.used[~self._taken])) * KV_UNIT
 
-    def hold(self, owner: str, size: int) -> None:
-        """Give `owner` an extent of at least `size` tokens; what it held keeps its content."""
-        offset, had = self._held.get(owner, (0, 0))
-        if had >= size:
-            return
-        if had and self._extents.grow(offset, had, size):
-            self._held[owner] = offset, size
-            return
-        target = self._extents.take(size)
+    def offset(self, owner: str) -> int:
+        """The token where its extent begins."""
+        return self._held[owner][0] * KV_UNIT
+
+    def begin(self, owner: str, size: int, items: Sequence[int]) -> int:
+        """Give a new owner an extent of at least `size` tokens; how many of `items`, at most `size`, are in it.
+
+        Those are the longest known beginning, copied.
+        """
+        units, count = self._prefixes.find(items)
+        if not self.hold(owner, size):
+            units, count = self._prefixes.find(items)
+        if count:
+            # The extent may lie over blocks just found: nothing has been written there yet.
+            self._copy(units, count, self.offset(owner))
+        return count
+
+    def hold(self, owner: str, size: int) -> bool:
+        """Give `owner` an extent of at least `size` tokens; what it held keeps its content.
+
+        Tells whether all others stayed where they were.
+        """
+        first, had = self._held.get(owner, (0, 0))
+        count = -(-size // KV_UNIT)
+        if had >= count:
+            return True
+        if had and first + count <= len(self._taken) and not self._taken[first + had:first + count].any():
+            self._take(owner, first, count)
+            return True
+        target = self._window(count)
         if target is None:
-            self._spread(owner, size)
-            return
+            self._spread(owner, count)
+            return False
+        self._take(owner, target, count)
         if had:
-            self._move(offset, target, had)
-            self._extents.release(offset, had)
-        self._held[owner] = target, size
+            self._prefixes.move([(first, target, had)])
+            self._move(first, target, had)
+            self._taken[first:first + had] = False
+        return True
+
+    def share(self, owner: str, items: Sequence[int]) -> None:
+        """The owner's extent begins with the rows of `items`: from now on others may begin with them."""
+        if owner in self._held:
+            self._prefixes.add(items, self._held[owner][0])
 
     def release(self, owner: str) -> None:
         """Take an owner's extent back; one that holds none is ignored."""
-        held = self._held.pop(owner, None)
-        if held:
-            self._extents.release(*held)
+        first, count = self._held.pop(owner, (0, 0))
+        self._taken[first:first + count] = False
+
+    def forget(self) -> None:
+        """Let go of all that is known."""
+        self._prefixes.drop(range(len(self._taken)))
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int,
                kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,33 +112,69 @@ class Pool:
         values.index_copy_(1, plan.slots, value[0])
         return keys, values
 
-    def _spread(self, owner: str, size: int) -> None:
+    def _take(self, owner: str, first: int, count: int) -> None:
+        """Make these units the owner's; what is known of those that were free is forgotten."""
+        units = np.arange(first, first + count)
+        self._prefixes.drop(units[~self._taken[units]].tolist())
+        self._taken[units] = True
+        self._held[owner] = first, count
+
+    def _window(self, count: int) -> int | None:
+        """The first of `count` units in a row that nobody holds, where the latest want is the longest ago."""
+        latest = np.where(self._taken, HELD, self._prefixes.used)
+        width = 1
+        while width < count:        # each is the maximum over `width` units from there on
+            step = min(width, count - width)
+            latest = np.maximum(latest[:-step], latest[step:])
+            width += step
+        return int(latest.argmin()) if len(latest) and latest.min() < HELD else None
+
+    def _spread(self, owner: str, count: int) -> None:
         """Place all extents anew in their old order, `owner`'s enlarged, free space shared out behind each.
 
         The gaps let the next growths happen in place, so that the cost of this is spread over many.
         """
-        order = sorted(self._held, key=lambda name: self._held[name][0])
-        sizes = {name: self._held[name][1] for name in order} | {owner: size}
-        self._extents = Extents(self._extents.size, KV_UNIT)
-        rounded = {name: self._extents.rounded(wanted) for name, wanted in sizes.items()}
-        gap = (self._extents.size - sum(rounded.values())) // len(sizes) // KV_UNIT * KV_UNIT
-        moves = []
-        for name, wanted in rounded.items():
-            offset = self._extents.take(wanted + gap)
-            assert offset is not None, "more KV memory reserved than there is"
-            if name in self._held:
-                moves.append((*self._held[name], offset))
-            self._held[name] = offset, sizes[name]
-        for name, wanted in rounded.items():
-            self._extents.shrink(self._held[name][0], wanted + gap, wanted)
+        old = dict(self._held)
+        sizes = {name: old[name][1] for name in sorted(old, key=lambda name: old[name][0])} | {owner: count}
+        gap = (len(self._taken) - sum(sizes.values())) // len(sizes)
+        assert gap >= 0, "more KV memory reserved than there is"
+        first = 0
+        for name, size in sizes.items():
+            self._take(name, first, size)
+            first += size + gap
+        moves = [(*old[name], self._held[name][0]) for name in sizes if name in old]
+        self._prefixes.move([(before, after, had) for before, had, after in moves])
+        self._taken[:] = False
+        for start, size in self._held.values():
+            self._taken[start:start + size] = True
         # Invariant: those that move down go first, in ascending order, then those that move up, in descending
         # order; then no extent is overwritten before it has moved.
-        for old, had, new in [m for m in moves if m[2] < m[0]] + [m for m in reversed(moves) if m[2] > m[0]]:
-            self._move(old, new, had)
+        for before, had, after in [m for m in moves if m[2] < m[0]] + [m for m in reversed(moves) if m[2] > m[0]]:
+            self._move(before, after, had)
 
-    def _move(self, old: int, new: int, size: int) -> None:
+    def _move(self, old: int, new: int, count: int) -> None:
+        source, target = (slice(unit * KV_UNIT, (unit + count) * KV_UNIT) for unit in (old, new))
         for pool in (*self._keys, *self._values):
-            pool[:, new:new + size] = pool[:, old:old + size].clone()   # the two may overlap
+            pool[:, target] = pool[:, source].clone()   # the two may overlap
+
+    def _copy(self, units: Sequence[int], count: int, offset: int) -> None:
+        """Copy the first `count` rows of these units to `offset`."""
+        runs: list[tuple[int, int]] = []        # first row and rows of neighbouring units
+        for start, unit in zip(range(0, count, KV_UNIT), units):
+            rows = min(KV_UNIT, count - start)
+            if runs and sum(runs[-1]) == unit * KV_UNIT:
+                runs[-1] = runs[-1][0], runs[-1][1] + rows
+            else:
+                runs.append((unit * KV_UNIT, rows))
+        overlap = any(first < offset + count and offset < first + rows for first, rows in runs)
+        for pool in (*self._keys, *self._values):
+            parts = [pool[:, first:first + rows] for first, rows in runs]
+            if overlap:     # a copy in between costs several times as much, so only then
+                parts = [part.clone() for part in parts]
+            at = offset
+            for part in parts:
+                pool[:, at:at + part.shape[1]] = part
+                at += part.shape[1]
 
 
 def _shape(config: Any) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ all others and is computed anew, its answer so far now being part of its prompt.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -28,6 +29,7 @@ class Sequence:
     computed: int = 0           # tokens whose keys and values are in the cache
     reserved: int = 0           # tokens of KV memory held
     pinned: bool = False        # cannot be computed anew, so never preempted
+    twins: int | None = None    # alike for equal prompts, one of which then finds what the other computed; None: alone
 
     @property
     def pending(self) -> int:
@@ -52,9 +54,12 @@ class Batch(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Waiting and running sequences, each oldest first, save that a pinned one may run on while an older one waits."""
+    """Waiting and running sequences, each oldest first, but for two things: a pinned one may run on while an older one
+    waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
 
-    def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS) -> None:
+    def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS,
+                 begin: Callable[[S], int] = lambda sequence: 0) -> None:
+        """`begin(sequence)` makes its memory real when it is admitted; how many of its tokens are there already."""
         self.capacity = kv_tokens // KV_UNIT * KV_UNIT
         self.free = self.capacity
         self.waiting: deque[S] = deque()
@@ -64,6 +69,7 @@ class Scheduler(Generic[S]):
         # Each running sequence gets at least one token a step, or it would hold memory for nothing.
         self._batch_max = min(batch_max, token_budget)
         self._headroom = headroom
+        self._begin = begin
 
     def add(self, sequence: S) -> None:
         """Queue a sequence.  Raises ContextLength if it could not finish even alone."""
@@ -92,9 +98,14 @@ class Scheduler(Generic[S]):
             if left and sequence.pending > 1:
                 left -= self._prefill(sequence, left, batch)
         # After a preemption the freed memory belongs to those who needed it, not to the next in line.
-        while left and not batch.preempted and self.waiting and self._admit(self.waiting[0]):
-            left -= self._prefill(self.running[-1], left, batch)
+        while left and not batch.preempted and (first := self._next()) and self._admit(first):
+            left -= self._prefill(first, left, batch)
         return batch
+
+    def _next(self) -> S | None:
+        """The first in line whose prompt nobody is computing."""
+        computing = {s.twins for s in self.running if len(s.tokens) == s.prompt} - {None}
+        return next((s for s in self.waiting if s.twins not in computing), None)
 
     def _prefill(self, sequence: S, left: int, batch: Batch[S]) -> int:
         count = min(left, sequence.pending)
@@ -104,8 +115,9 @@ class Scheduler(Generic[S]):
     def _admit(self, sequence: S) -> bool:
         if len(self.running) >= self._batch_max or not self._reserve(sequence, self._ahead(sequence)):
             return False
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.computed = self._begin(sequence)
         return True
 
     def _grow(self, sequence: S, batch: Batch[S]) -> bool:

@@ -81,6 +81,27 @@ def test_a_pinned_sequence_is_never_preempted() -> None:
     assert list(scheduler.waiting) == [a] and scheduler.running == [b]
 
 
+def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
+    found = {"b": 0, "c": 30}
+    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8, begin=lambda s: found.get(s.id, 0))
+    a, b, c = (sequence(name, 31, 5) for name in "abc")
+    other = sequence("other", 5, 5)
+    a.twins = b.twins = c.twins = 7
+    for s in (a, b, c, other):
+        scheduler.add(s)
+    first = scheduler.next_batch()
+    assert names(first) == [("a", 16)]
+    play(scheduler, first)
+    scheduler.remove(a)         # the next in line takes over, and only one
+    second = scheduler.next_batch()
+    assert names(second) == [("b", 16)] and list(scheduler.waiting) == [c, other]
+    play(scheduler, second)
+    third = scheduler.next_batch()
+    assert names(third) == [("b", 15), ("other", 1)]
+    play(scheduler, third)
+    assert names(scheduler.next_batch()) == [("b", 1), ("other", 4), ("c", 1)]
+
+
 @dataclass
 class Work:
     prompt: int
@@ -88,10 +109,13 @@ class Work:
     pinned: bool
     arrives: int
     cancelled: int | None
+    twins: int | None
+    found: float        # share of its tokens that it begins with
 
 
 WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), pinned=st.booleans(),
-                 arrives=st.integers(0, 60), cancelled=st.none() | st.integers(0, 300))
+                 arrives=st.integers(0, 60), cancelled=st.none() | st.integers(0, 300),
+                 twins=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,7 +123,8 @@ WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), p
        batch_max=st.integers(1, 12), headroom=st.sampled_from([1, 30, 512]))
 def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: int, budget: int, batch_max: int,
                                                     headroom: int) -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(units * KV_UNIT, budget, batch_max, headroom)
+    scheduler: Scheduler[Sequence] = Scheduler(
+        units * KV_UNIT, budget, batch_max, headroom, lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
     alive: dict[str, tuple[Sequence, Work]] = {}
     arrived: list[Sequence] = []
     step = 0
@@ -107,6 +132,7 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
         for i, work in enumerate(works):
             if work.arrives == step and work.prompt + work.answer <= scheduler.capacity:
                 s = sequence(str(i), work.prompt, work.answer)
+                s.twins = work.twins
                 scheduler.add(s)
                 arrived.append(s)
                 alive[s.id] = s, work
@@ -122,7 +148,9 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
         assert scheduler.free == scheduler.capacity - sum(s.reserved for s in scheduler.running) >= 0
         for queue in (scheduler.waiting, [s for s in scheduler.running if not s.pinned]):
             order = [arrived.index(s) for s in queue]
-            assert order == sorted(order)
+            assert order == sorted(order) or any(work.twins is not None for work in works)
+        computing = [s.twins for s in scheduler.running if s.twins is not None and len(s.tokens) == s.prompt]
+        assert len(computing) == len(set(computing))
         for s in play(scheduler, batch):
             del alive[s.id]
         for s, work in alive.values():

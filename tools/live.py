@@ -98,6 +98,8 @@ class Daemon:
         return self._log.read_text()
 
     async def __aenter__(self) -> Daemon:
+        # Who ends the benchmark ends its daemon: on SIGTERM, too, everything is left in order.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=ROOT)
         end = time.monotonic() + START_S

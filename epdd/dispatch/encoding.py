@@ -113,10 +113,10 @@ class Encoding:
         assert isinstance(job, ImageJob)
         embedding, image = job.embedding, job.embedding.image
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
-        self._history.handed_over(embedding, worker.name, choice.reason, time.monotonic() - job.queued,
-                                  self.model(worker).predict(image.patches))
+        predicted_s = self.model(worker).predict(image.patches)
+        self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
         message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
-        patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * self.model(worker).predict(image.patches))
+        patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * predicted_s)
         self._leases.hold(embedding)
         try:
             job.work = worker.start(message, image.data, image.patches, patience_s,

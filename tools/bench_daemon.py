@@ -13,24 +13,21 @@ is queued.
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import os
+import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
+import live
 from aiohttp import web
-from PIL import Image
-
-from epdd.ctl import client
 
 PROFILE = """
 name = "instant"
@@ -56,6 +53,7 @@ decode = {a = 1e-5}
 kv_tokens = 4000000
 context_max = 131072
 """
+RNG = random.Random(0)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 TEXT = "Name three colours and say in one sentence why each of them is used on road signs. " * 4
 
@@ -65,18 +63,9 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
-def body(stream, tokens, images=()):
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-    content = [*parts, {"type": "text", "text": TEXT}] if parts else TEXT
-    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "ignore_eos": True,
-                       "stream": stream}).encode()
-
-
-def picture(number):
-    """A small file that no other request has."""
-    out = io.BytesIO()
-    Image.new("RGB", (320, 240), (number % 256, number // 256 % 256, number // 65536)).save(out, "PNG")
-    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+def body(stream, tokens, images=0):
+    """A request about so many small pictures that no other request has."""
+    return live.body([(320, 240)] * images, TEXT, RNG, max_tokens=tokens, ignore_eos=True, stream=stream)
 
 
 async def ask(session, url, data):
@@ -137,7 +126,7 @@ async def measure(args, url, pid, echo_url, echo_pid):
             ours, base = (statistics.median(column) for column in zip(*rows))
             print(f"{name:24} {ours:7.2f} {unit}   echo {base:7.2f} {unit}   {ours / base:.1f} x   "
                   f"(medians of {args.repeats})")
-        await burst(session, url, args.burst, args.port)
+        await burst(session, url, args.burst, urlsplit(url).port)
 
 
 def look(port):
@@ -176,8 +165,7 @@ async def burst(session, url, count, port):
         found = [(await ask(session, url, body(True, 4)))[0] for _ in range(40)]
         return statistics.median(found)
     alone = await first_tokens()
-    queued = [asyncio.create_task(ask(session, url, body(False, 1, [picture(8 * i + k) for k in range(8)])))
-              for i in range(30)]
+    queued = [asyncio.create_task(ask(session, url, body(False, 1, 8))) for _ in range(30)]
     await asyncio.sleep(0.5)
     beside = await first_tokens()
     left = sum(not task.done() for task in queued)
@@ -192,7 +180,7 @@ def main():
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--burst", type=int, default=500)
-    parser.add_argument("--port", type=int, default=18771)
+    parser.add_argument("--port", type=int, default=18771, help="of the echoing handler")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -200,36 +188,31 @@ def main():
         return echo(args.port)
     if args.look:
         return look(args.port)
-    with tempfile.TemporaryDirectory() as folder:
-        profile, path = Path(folder) / "instant.toml", Path(folder) / "admin.sock"
-        profile.write_text(PROFILE)
-        sets = [f"admin.socket={path}", "log.level=error", "arena.bytes=67108864", "server.requests_max=1000"]
-        commands = [[sys.executable, "-m", "epdd", "--emulate", str(profile), "--port", str(args.port),
-                     *(word for one in sets for word in ("--set", one))],
-                    [sys.executable, __file__, "--echo", "--port", str(args.port + 1)]]
-        processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
-        try:
-            wait_until_ready(path, args.port + 1)
-            url, echo_url = (f"http://127.0.0.1:{port}/v1/chat/completions" for port in (args.port, args.port + 1))
-            asyncio.run(measure(args, url, processes[0].pid, echo_url, processes[1].pid))
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-            for process in processes:
-                process.wait(60)
+    asyncio.run(run(args))
 
 
-def wait_until_ready(path, echo_port, limit_s=60):
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        try:
-            if client.ask(path, "status")["state"] == "ready":
-                socket.create_connection(("127.0.0.1", echo_port), 1).close()
+async def run(args):
+    sets = ["arena.bytes=67108864", "server.requests_max=1000"]
+    baseline = subprocess.Popen([sys.executable, __file__, "--echo", "--port", str(args.port)])
+    try:
+        async with live.running(PROFILE, sets) as daemon:
+            await until_open(args.port)
+            await measure(args, daemon.url, daemon.status()["pid"],
+                          f"http://127.0.0.1:{args.port}/v1/chat/completions", baseline.pid)
+    finally:
+        baseline.terminate()
+        baseline.wait()
+
+
+async def until_open(port):
+    """Until somebody listens there."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
                 return
-        except (OSError, client.CtlError):
-            pass
-        time.sleep(0.05)
-    sys.exit(f"not ready within {limit_s} s")
+            except OSError:
+                await asyncio.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ import torch
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, ProtocolError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, WorkerFailed
 from epdd.families import Family
 from epdd.worker import attention, inputs, kv, load, prepack
 from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Request, Rows
+from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
@@ -28,7 +29,7 @@ FULL_CONTEXTS_MAX = 16          # of KV memory by default: a tiny model would to
 KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
 
 
-class Engine:
+class Engine(Intake[Request]):
     """The role: one step computes a batch of prompt chunks and decode tokens."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
@@ -57,30 +58,6 @@ class Engine:
                                                         self._begin)
         self._requests: dict[str, Request] = {}
         self._steps = 0
-
-    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
-        """Queue a request; a bad one is answered by Failed.  Raises ProtocolError on another role's work."""
-        if not isinstance(message, wire.Generate):
-            raise ProtocolError(f"a PD worker cannot do {type(message).__name__}")
-        if message.id in self._requests:
-            raise ProtocolError(f"request {message.id} is here already")
-        try:
-            request = self._request(message, raw)
-            self._scheduler.add(request)
-        except Exception as error:
-            self._send(failed(message.id, error))
-            return
-        self._requests[message.id] = request
-
-    def cancel(self, work_id: str) -> None:
-        """Drop a request, whatever its stage; unknown ids have been answered already."""
-        request = self._requests.get(work_id)
-        if request:
-            self._end(request, wire.Cancelled(work_id))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
 
     def beat(self) -> wire.Beat:
         s = self._scheduler
@@ -259,12 +236,6 @@ class Engine:
             self._end(request, wire.Done(request.id, "stop"))
         elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
-
-    def _end(self, request: Request, last: wire.FromWorker) -> None:
-        del self._requests[request.id]
-        self._scheduler.remove(request)
-        self._release(request)
-        self._send(last)
 
     def _release(self, request: Request) -> None:
         """Give a request's memory back; what it computed stays known until the memory is needed."""

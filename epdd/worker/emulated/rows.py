@@ -12,11 +12,12 @@ from typing import Any
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, ProtocolError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, WorkerFailed
 from epdd.families import Family
 from epdd.pace import Model
 from epdd.worker.emulated import pattern
 from epdd.worker.emulated.paced import encoder_pace, pd_pace
+from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
 from epdd.worker.scheduler import Batch, Scheduler, Sequence
 
@@ -87,11 +88,14 @@ class Request(Sequence):
     prefilled: bool = False
 
 
-class Engine:
+class Engine(Intake[Request]):
     """One step advances a batch of prompt chunks and decode tokens, with the real scheduler.
 
     An image's lease is read whole, and compared, in the step whose chunk holds its last row.
     """
+
+    # Anything else is a fault of the emulation itself, and ends the worker.
+    answered = (BadRequest, ContextLength, WorkerFailed)
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send) -> None:
         self._arena, self._send = arena, send
@@ -103,30 +107,6 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._steps = 0
         self.load = NOTHING
-
-    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
-        """Queue a request; a bad one is answered by Failed.  Raises ProtocolError on another role's work."""
-        if not isinstance(message, wire.Generate):
-            raise ProtocolError(f"a PD worker cannot do {type(message).__name__}")
-        if message.id in self._requests:
-            raise ProtocolError(f"request {message.id} is here already")
-        try:
-            request = self._request(message, raw)
-            self._scheduler.add(request)
-        except (BadRequest, ContextLength, WorkerFailed) as error:
-            self._send(failed(message.id, error))
-            return
-        self._requests[message.id] = request
-
-    def cancel(self, work_id: str) -> None:
-        """Drop a request, whatever its stage; unknown ids have been answered already."""
-        request = self._requests.get(work_id)
-        if request:
-            self._end(request, wire.Cancelled(work_id))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
 
     def beat(self) -> wire.Beat:
         s = self._scheduler
@@ -206,8 +186,3 @@ class Engine:
         if early and token in request.stop_ids:
             return next((other for other in self._text if other not in request.stop_ids), 0)
         return token
-
-    def _end(self, request: Request, last: wire.FromWorker) -> None:
-        del self._requests[request.id]
-        self._scheduler.remove(request)
-        self._send(last)

@@ -98,10 +98,11 @@ class FakeWorker:
             self.seen = [int.from_bytes(self.arena.view(span.lease)[:4], "little") for span in message.spans]
             self.say(Prefilled(message.id))
             self.say(Tokens(message.id, (*self.seen, len(raw) // 4)))
-            return True
-        if step < message.sampling.max_tokens:
+        else:
             time.sleep(self.manners.get("token_s", 0))
             self.say(Tokens(message.id, (step,)))
+        # With the last token, as the real one does: no answer is complete and open when the worker dies.
+        if step + 1 < message.sampling.max_tokens:
             return True
         self.say(Done(message.id, "length"))
         return False

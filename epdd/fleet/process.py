@@ -134,6 +134,27 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+def effort(pid: int) -> tuple[int, int] | None:
+    """What the kernel has seen all threads of a process do so far: (ticks of CPU, pages that a disk had to bring).
+
+    None while one of them runs or waits for a CPU, and when the process is gone.  A process whose numbers stay the
+    same stands still: it is stopped, or waits inside a system call for something that does not come.
+    """
+    try:
+        states = [_stat(f"/proc/{pid}/task/{thread}/stat")[0] for thread in os.listdir(f"/proc/{pid}/task")]
+        _, faults, user, system = _stat(f"/proc/{pid}/stat")
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if "R" in states else (int(user) + int(system), int(faults))
+
+
+def _stat(path: str) -> tuple[str, str, str, str]:
+    """State, major faults, user and system ticks (proc(5): fields 3, 12, 14 and 15)."""
+    with open(path) as file:
+        fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
+    return fields[0], fields[9], fields[11], fields[12]
+
+
 def resident_bytes(pid: int) -> int | None:
     """Resident memory of a process, or None if it is gone."""
     try:

@@ -249,16 +249,12 @@ class Supervisor:
         if isinstance(message, Beat):
             worker.beat = message
         elif isinstance(message, Loading):
-            # A line a quarter of the weights: the journal shows progress, not each step of it.
-            quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, worker.loading)]
-            if message.stage == "weights" and quarters[0] != quarters[1]:
-                log.info("%s loading stage=%s done=%.0f%%", worker.name, message.stage, 100 * message.done)
-            worker.loading = message
+            worker.loads(message)
             self._tell(worker)
         elif isinstance(message, Failed):
             worker.fault = message.message
         elif not self.stopping:
-            worker.ready, worker.was_ready, worker.ready_at = message, True, time.monotonic()
+            worker.is_ready(message)
             if message.binding.warning:
                 log.warning("%s %s", worker.name, message.binding.warning)
             log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,

@@ -3,7 +3,8 @@
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
 JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
 ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
-bytes on which it stops for ever), spin (image bytes over which it computes, without a word, for spin_s), garble (image bytes on which it breaks the wire format).
+bytes on which it stops for ever), spin (image bytes over which it computes for spin_s, without a word), garble (image
+bytes on which it breaks the wire format).
 """
 
 import hashlib

@@ -19,7 +19,7 @@ import demo_talk
 import demo_world as world
 
 CLIENTS = 8
-ANSWER_S = 200.0        # longer than any excuse that a hung worker gets: then nobody answered
+ANSWER_S = 200.0        # then nobody answered: a worker that is stuck is replaced long before
 THINK_S = 0.05          # between two requests of a client, at most
 PICTURES = 48           # asked about again and again, half of the times as files that no cache has seen
 ABORT_S = 0.8           # a client leaves within so long

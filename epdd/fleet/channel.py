@@ -55,19 +55,27 @@ class Work:
         """Nobody listens any more; `on_end` still runs."""
         self._sink = _ignore
 
+    def give_up(self, error: EpddError) -> None:
+        """Tell who waits; the leases stay held until the work ends."""
+        self._tell(error)
+        self.mute()
+
     def deliver(self, event: Event) -> None:
         """An event for this work, from the channel alone."""
         # The sink first: it decides what becomes of a lease before the holds on it are let go.
         last = isinstance(event, LAST)
         self.ended = self.ended or last
+        self._tell(event)
+        if last:
+            for call in self._on_end:
+                call()
+
+    def _tell(self, event: Event) -> None:
         try:
             self._sink(event)
         except Exception:
             # A bug of ours: it must not keep the leases, nor the other works of a lost worker from ending.
             log.exception("%s was not taken by work %s", type(event).__name__, self.id)
-        if last:
-            for call in self._on_end:
-                call()
 
 
 def _ignore(event: Event) -> None:
@@ -148,6 +156,12 @@ class Channel:
             self._writer.close()
         else:
             self._sock.close()
+
+    def give_up(self, error: EpddError) -> None:
+        """The process was killed and is not gone: nobody shall wait for it, but it may still touch its leases."""
+        self._failed = error
+        for work in list(self.works.values()):
+            work.give_up(error)
 
     def fail(self, error: EpddError) -> None:
         """End all work with `error`.  Invariant: only after the process has exited."""

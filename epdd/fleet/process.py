@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import time
 from importlib import import_module
 from typing import Any
 
@@ -90,6 +91,7 @@ class Process:
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
+        self.killed_at: float | None = None     # of the monotonic clock
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -126,6 +128,7 @@ class Process:
         self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
         self.signal(signal.SIGKILL)
 
 

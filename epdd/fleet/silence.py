@@ -19,6 +19,7 @@ from epdd.fleet.worker import State, Worker
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0               # how often silence is looked at
+HELD_S = 10.0               # after a kill: a process that is not gone then is held by the kernel, for a device perhaps
 SLOW_FACTOR = 20.0          # a step that computes may take so many times what it should,
 SLOW_MIN_S = 60.0           # and at least this: it swaps, or shares its CPUs with much else
 
@@ -26,9 +27,12 @@ SLOW_MIN_S = 60.0           # and at least this: it swaps, or shares its CPUs wi
 class SilenceWatch:
     """Looks at the supervisor's workers; that a killed one comes back is the supervisor's matter."""
 
-    def __init__(self, workers: Sequence[Worker], config: Fleet, replace_fork_server: Callable[[], None]) -> None:
+    def __init__(self, workers: Sequence[Worker], config: Fleet, replace_fork_server: Callable[[], None],
+                 give_up: Callable[[Worker], None]) -> None:
+        """`give_up` is told of a worker that was killed and is still there."""
         self._workers = workers
         self._config = config
+        self._give_up = give_up
         self._replace_fork_server = replace_fork_server
         self._still: dict[str, tuple[tuple[int, int], float]] = {}      # effort of the silent, unchanged since when
 
@@ -41,7 +45,9 @@ class SilenceWatch:
                 self._excuse(now - looked, now)
             looked = now
             for worker in self._workers:
-                if worker.state is State.STARTING:
+                if worker.process is not None and now - (worker.process.killed_at or now) > HELD_S:
+                    self._give_up(worker)
+                elif worker.state is State.STARTING:
                     self._watch_start(worker, now - worker.began)
                 else:
                     self._watch_silence(worker, now)

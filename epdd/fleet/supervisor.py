@@ -36,7 +36,7 @@ class Supervisor:
         self._config = config
         self._fork_server = fork_server
         self._on_change = on_change
-        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop())
+        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop(), self._held)
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -72,7 +72,7 @@ class Supervisor:
         worker.drained = False
         if worker.state is State.DRAINING:
             self._set(worker, State.READY)
-        elif worker.state is State.FAILED and not self.stopping:
+        elif worker.state is State.FAILED and worker.process is None and not self.stopping:
             # Not FAILED from here on, or a second resume would put a second process beside it.
             self._set(worker, State.STARTING)
             self._begin(worker)
@@ -109,7 +109,7 @@ class Supervisor:
         for worker in [worker for worker in self.workers if worker.wanted and worker.name not in wanted]:
             worker.wanted = False
             changes.append(f"{worker.name} stops, there is no place for it")
-            if worker.state is State.FAILED:
+            if worker.state is State.FAILED and worker.process is None:
                 self.workers.remove(worker)
             else:
                 self.restart(worker.name)
@@ -244,6 +244,15 @@ class Supervisor:
         channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})",
                                 maybe_over_work=not worker.restarting and not self.stopping))
         return code
+
+    def _held(self, worker: Worker) -> None:
+        """The kernel does not let a killed process go; when it does, all goes on as after any death."""
+        if worker.state is not State.FAILED and worker.channel is not None:
+            pid = worker.process and worker.process.pid
+            worker.last_error = f"pid {pid} was killed and does not go: {worker.fault}"
+            log.error("%s %s", worker.name, worker.last_error)
+            self._set(worker, State.FAILED)
+            worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", maybe_over_work=True))
 
     def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:
         if isinstance(message, Beat):

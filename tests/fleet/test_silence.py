@@ -12,7 +12,8 @@ import pytest
 from epdd.config import Config
 from epdd.errors import Rejected
 from epdd.fleet import silence
-from epdd.fleet.process import effort
+from epdd.fleet.process import Process, effort
+from epdd.fleet.worker import State
 from tests.dispatch.fleet import expected, request, running
 
 
@@ -105,3 +106,28 @@ def test_effort_tells_work_from_standing_still():
         assert stopped is not None and effort(process.pid) == stopped
         process.kill()
     assert effort(process.pid) is None
+
+
+async def test_nobody_waits_for_a_worker_that_the_kernel_holds_and_its_leases_stay_held(monkeypatch):
+    monkeypatch.setattr(silence, "HELD_S", 0.3)
+    async with running(encoders=2, encode_s=0.5, config=with_stall(1.0)) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        fleet.supervisor.drain("encoder/1")
+        ask = asyncio.create_task(fleet.ask(request("r", b"a")))
+        while not worker.in_flight:
+            await asyncio.sleep(0)
+        fleet.supervisor.resume("encoder/1")
+        pid = worker.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(Process, "signal", lambda self, number: None)     # no signal arrives any more
+            assert await ask == [expected(b"a")]
+            assert worker.state is State.FAILED and f"pid {pid} was killed and does not go" in worker.last_error
+            fleet.supervisor.resume("encoder/0")        # there is no second one beside it
+            assert worker.process.pid == pid
+            embedding, = fleet.leases._entries.values()
+            assert embedding.holds == 1 and worker.in_flight == 1
+        os.kill(pid, signal.SIGKILL)
+        await fleet.ready()
+        assert worker.process.pid != pid
+        await fleet.at_rest()

@@ -25,7 +25,7 @@ import psutil
 import soak_faults
 from soak_daemon import Json, Subject, all_gone, descriptors, resident_bytes, shared_files
 from soak_faults import Row
-from soak_load import CLIENTS, RIGHT, Load, questions
+from soak_load import BROKEN, CLIENTS, RIGHT, UNANSWERED, WRONG, Load, questions
 
 QUIET_EVERY = 5         # faults between two quiet points
 CHILDREN_GONE_S = 5.0
@@ -179,10 +179,16 @@ def at_rest(status: Json) -> bool:
 async def kill_daemons(times: int, seed: int) -> list[str]:
     """What went wrong."""
     complaints, gone_s, rng, known = list[str](), 0.0, random.Random(f"soak kills {seed}"), questions(seed)
+    row = Row(fitting=(BROKEN,))
     with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
         subject = Subject(Path(folder))
-        for number in range(times):
+        for number in range(times + 1):
+            began = time.monotonic()
             await subject.start()
+            if number:
+                row.ready_s.append(time.monotonic() - began)
+            if number == times:
+                break
             load = Load(subject.url, seed + number, known)
             async with aiohttp.ClientSession() as session:
                 clients = [asyncio.create_task(load.client(session, one)) for one in range(CLIENTS)]
@@ -190,18 +196,22 @@ async def kill_daemons(times: int, seed: int) -> list[str]:
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
                 processes = await subject.processes()
                 shared = shared_files(processes)
+                load.stop()
+                row.flights += load.flights
                 complaints += load.complaints           # what comes from here on is due to the kill
                 began = time.monotonic()
                 await subject.kill()
                 complaints += await leavings(processes, shared)
                 gone_s = max(gone_s, time.monotonic() - began)
+                await load.pause()                      # until each of them knows
                 for client in clients:
                     client.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)
-        await subject.start()
-        await subject.stop()
-    print(f"{times} kills of the daemon under load; its processes were gone after {gone_s:.2f} s at most")
-    return complaints
+        complaints += [f"exit code {code}"] if (code := await subject.stop()) else []
+    print(soak_faults.table({"`kill -9` of the daemon": row}))
+    print(f"its processes were gone after {gone_s:.2f} s at most; an error here is a broken connection")
+    return complaints + [f"{flight.outcome}: {flight.told}" for flight in row.flights
+                         if flight.outcome in (WRONG, UNANSWERED)]
 
 
 def main() -> None:

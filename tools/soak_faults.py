@@ -25,10 +25,12 @@ class Row:
 
     flights: list[Flight] = field(default_factory=list)     # in flight when one came
     ready_s: list[float] = field(default_factory=list)
+    fitting: tuple[str, ...] = (FITS,)                      # how else than right a request may end
 
     def cells(self) -> list[str]:
         ended = [flight.outcome for flight in self.flights]
-        due, error = sum(outcome in (RIGHT, REFUSED, LEFT) for outcome in ended), ended.count(FITS)
+        due = sum(outcome in (RIGHT, REFUSED, LEFT) for outcome in ended)
+        error = sum(outcome in self.fitting for outcome in ended)
         return [str(count) for count in (len(self.ready_s), len(ended), due, error, len(ended) - due - error)] + [
             f"{statistics.median(self.ready_s):.2f}", f"{max(self.ready_s):.2f}"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from contextlib import suppress
 from epdd.config import Fleet
 from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
+from epdd.fleet import exits
 from epdd.fleet.channel import Channel
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
 from epdd.fleet.silence import SilenceWatch
@@ -36,6 +36,7 @@ class Supervisor:
         self._config = config
         self._fork_server = fork_server
         self._on_change = on_change
+        self._oom_kills = exits.OomKills()
         self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop(), self._held)
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
@@ -216,6 +217,7 @@ class Supervisor:
                 raise
 
     async def _serve(self, worker: Worker, process: Process, channel: Channel) -> int:
+        oom_kills = self._oom_kills.watch(process.pid)
         reading = asyncio.create_task(channel.read(lambda message: self._heard(worker, message)))
         exiting = asyncio.create_task(process.wait())
         try:
@@ -234,14 +236,15 @@ class Supervisor:
         finally:
             reading.cancel()
             channel.close()
+        how = exits.describe(code, self._oom_kills.took(oom_kills))
         if code != 0 or not worker.fault:
-            worker.last_error = f"{describe_exit(code)}{': ' if worker.fault else ''}{worker.fault}"
+            worker.last_error = f"{how}{': ' if worker.fault else ''}{worker.fault}"
         else:
             worker.last_error = worker.fault
         worker.fault = ""
         self._set(worker, State.GONE)
         worker.failed += len(channel.works)
-        channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})",
+        channel.fail(WorkerLost(f"{worker.name} was lost ({how})",
                                 maybe_over_work=not worker.restarting and not self.stopping))
         return code
 
@@ -281,16 +284,6 @@ class Supervisor:
         except Exception:
             # A fault of who listens (a terminal that is gone, say) must not cost the worker or its keeper.
             log.exception("%s change was not taken", worker.name)
-
-
-def describe_exit(code: int) -> str:
-    """Exit code in words a person can act on."""
-    if code == -signal.SIGKILL:
-        return "killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer)"
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name
-    return f"exit code {code}"
 
 
 def _place(spec: WorkerSpec) -> str:

@@ -449,3 +449,16 @@ async def test_a_pd_worker_that_only_decodes_is_chosen_before_one_with_a_prompt_
         assert second.in_flight_cost == prompt + 150
         await asyncio.gather(answers.aclose(), reading)
         await fleet.at_rest()
+
+
+async def test_a_full_arena_whose_requests_all_wait_for_a_prefill_worker_is_emptied_when_it_is_back():
+    config = Config().with_values("fleet", {"backoff_s": 1.0, "well_s": 99.0}, "test")
+    async with running(encoders=1, arena_bytes=4 * 4096, cache_bytes=0, config=config) as fleet:
+        fleet.supervisor.find("pd/0").process.kill()
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i, b"%d!" % i))) for i in range(12)]
+        while fleet.leases.used_bytes < fleet.leases.size or not fleet.leases.waiting:
+            assert not any(ask.done() for ask in asks)
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*asks) == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
+        await fleet.at_rest()
+        assert fleet.leases.used_bytes == 0

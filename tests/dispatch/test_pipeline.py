@@ -299,6 +299,8 @@ async def test_a_stop_ends_a_request_that_waits_for_a_worker_to_come_back():
 
 
 class NoForks:
+    pid = None
+
     async def spawn(self, *args):
         raise OSError("no process")
 

@@ -6,13 +6,14 @@ import asyncio
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,41 @@ def killed_and_started(folder: Path, everything: bool) -> float:
         return time.monotonic() - began
 
 
+@case("D44i", "no memory while encoding", "a large image; one encoder has no memory for it, then both",
+      "the other encoder does it; 503 when neither can; small ones are right; the same processes go on")
+async def no_memory(house: House) -> None:
+    picture = pictures.circle("blue", 3000)
+    large = [asking(picture + random.randbytes(8), COLOUR) for _ in range(3)]
+    small = [asking(pictures.circle("red", 100) + random.randbytes(8), COLOUR) for _ in range(4)]
+    with ExitStack() as limited:
+        house.daemon.ask("drain", worker="encoder/1")
+        limited.enter_context(limited_memory(house.daemon.worker("encoder/0")["pid"]))
+        failed = house.daemon.worker("encoder/0")["failed"]
+        async with house.frozen("encoder/0"):
+            ask = asyncio.create_task(house.post(large[0]))
+            await house.until(lambda s: s["workers"][0]["in_flight"] == 1)
+            house.daemon.ask("resume", worker="encoder/1")
+        assert (await ask).said == "blue"
+        assert house.daemon.worker("encoder/0")["failed"] == failed + 1
+        limited.enter_context(limited_memory(house.daemon.worker("encoder/1")["pid"]))
+        replies = await asyncio.gather(*map(house.post, [large[1], *small]))
+        assert (replies[0].status, replies[0].error["code"], replies[0].headers["Retry-After"]) == (
+            503, "out_of_memory", "1")
+        assert [reply.said for reply in replies[1:]] == ["red"] * 4
+    assert (await house.post(large[2])).said == "blue"
+
+
+@contextmanager
+def limited_memory(pid: int) -> Iterator[None]:
+    """The process may take no more than a few MB."""
+    before = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + (16 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, before)
+
+
 @case("D44k", "the kernel's OOM killer", "an encoder in a control group that has no memory left for a large image",
       "its end is told as what it is, then as D44c", kills=("encoder/0",))
 async def out_of_memory(house: House) -> None:
@@ -230,7 +266,6 @@ async def same_id(house: House) -> None:
 
 
 _FAULTS: tuple[tuple[str, Any, Any], ...] = (
-    ("D44i", "no GPU memory while encoding", "an allocation that fails"),
     ("D44j", "GPU error, lost device", "an assert on the device; the device gone"),
 )
 for _id, _name, _goes_in in _FAULTS:

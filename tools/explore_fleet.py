@@ -189,6 +189,18 @@ class Process:
         if not self.alive and self.code is not None and not self._ended.done():
             yield Action(f"{name} is seen to be gone", self._reap)
 
+    def take_works(self) -> None:
+        """All that lie before the first Cancel."""
+        while self.alive and self.inbox and not isinstance(self.inbox[0][0], Cancel):
+            self._take()
+
+    def be_heard(self) -> bool:
+        """All it has said; False if that is nothing."""
+        said = bool(self.outbox)
+        while self.outbox:
+            self._deliver()
+        return said
+
     def die(self, code: int) -> None:
         """It touches nothing any more; what it said may still be heard."""
         self.alive = False

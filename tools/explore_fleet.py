@@ -119,7 +119,8 @@ class Process:
 
     _pids = count(1)
 
-    def __init__(self, spec: WorkerSpec, link: Link, memory: Memory, manners: Manners, died: Callable[[], None]) -> None:
+    def __init__(self, spec: WorkerSpec, link: Link, memory: Memory, manners: Manners,
+                 died: Callable[[], None]) -> None:
         self.spec = spec
         self.pid = next(self._pids)
         self.alive, self.ready, self.told_to_end = True, False, False

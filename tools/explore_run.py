@@ -28,8 +28,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.errors import (ArenaFull, EpddError, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost,
-                         WorkerTimeout)
+from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
 from epdd.fleet import supervisor
 from epdd.fleet.worker import Worker
@@ -324,7 +323,8 @@ class House:
         if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
             raise Violation(f"works that did not end once: {wrong}")
         leases, router = self.leases, self.encoding.router
-        rest = {"in the house": self.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes, "waiting for room": leases.waiting,
+        rest = {"in the house": self.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes,
+                "waiting for room": leases.waiting,
                 "wanted": sum(entry.refs for entry in leases._entries.values()),
                 "held": sum(entry.holds for entry in leases._entries.values()),
                 "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(self.encoding._jobs),

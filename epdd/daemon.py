@@ -30,7 +30,7 @@ from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import ConfigError, StartupError
-from epdd.families import Family
+from epdd.families import Family, weights
 from epdd.fleet.process import ForkServer
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor, preload_modules
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         log.setup(settings.log.level)
         _return_freed_memory()
         family = families.load(settings.model.path or str(families.DEMO))
+        family = replace(family, weights=weights.identity(family.folder))
         emulated = emulation.load(settings.emulation, family.folder)
         if emulated is not None:
             logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,

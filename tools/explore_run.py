@@ -289,6 +289,7 @@ class House:
         return Action(name, happen)
 
     def _begin_stop(self) -> None:
+        self._happened["order"] += len(self.supervisor.workers)     # of all of them at once
         self._stop = self._loop.create_task(self.supervisor.stop())
 
     def _repairs(self) -> Iterator[Action]:

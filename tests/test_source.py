@@ -45,7 +45,7 @@ def test_nothing_is_unpickled_but_the_spawn_message():
 
 def test_nothing_that_was_read_is_run():
     for path, tree in TREES.items():
-        bare = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        bare = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not bare & {"eval", "exec", "compile", "__import__"}, path
         assert not {(owner, name) for owner, name in calls(tree)
                     if owner == "os" and name in ("system", "popen") or owner == "subprocess"}, path

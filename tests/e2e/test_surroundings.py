@@ -16,7 +16,9 @@ from tests.e2e.daemon import image_part, running, text_part
 # Without torch: it is there in a second, and its workers compare every byte of each lease.
 LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd__workers": "gpu:1"}
 PICTURE = (families.DEMO / "samples" / "red-circle.png").read_bytes()
-ASK = {"messages": [{"role": "user", "content": [image_part(PICTURE), text_part("a secret question")]}], "max_tokens": 3}
+CONTENT = [image_part(PICTURE), text_part("a secret question")]
+ASK = {"messages": [{"role": "user", "content": CONTENT}], "max_tokens": 3}
+LONG = ASK | {"stream": True, "max_tokens": 12_000, "ignore_eos": True}     # a thousand tokens a second
 
 own_mounts = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode != 0,
@@ -89,8 +91,7 @@ def test_the_clock_is_set_back_and_forth_under_load(monkeypatch, tmp_path):
 
         def long():
             connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=120)
-            connection.request("POST", "/v1/chat/completions", json.dumps({**ASK, "stream": True, "max_tokens": 12_000,
-                                                                              "ignore_eos": True}))
+            connection.request("POST", "/v1/chat/completions", json.dumps(LONG))
             told.append(connection.getresponse().read().decode())
 
         talk = threading.Thread(target=long)

@@ -25,6 +25,7 @@ from epdd.frontend.text_completions import TextCompletions
 from epdd.frontend.tokens import TokenPages
 
 _HTTP_LOG = logging.getLogger("aiohttp.server")
+KEYS = web.AppKey("keys", keys.Keys)    # to be read anew at a reload
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
 
 
@@ -42,8 +43,9 @@ def build(context: Context) -> web.Application:
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
-    guard, cors = keys.load(config.server), Cors(config.server.cors_origins)
+    guard, cors = keys.Keys(config.server), Cors(config.server.cors_origins)
     app = web.Application(middlewares=[_errors(context.stats), cors.middleware(), guard.middleware()])
+    app[KEYS] = guard
     app.on_response_prepare.extend((_mark, cors.mark))
 
     async def expect(request: web.Request) -> web.StreamResponse | None:
@@ -67,7 +69,7 @@ def build(context: Context) -> web.Application:
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
         for prefix in ("/v1", ""):
             app.router.add_post(prefix + path, endpoint, expect_handler=expect)
-    pages = Pages(context, guard.needed)
+    pages = Pages(context, guard)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
                        ("/version", pages.version), ("/metrics", pages.metrics),

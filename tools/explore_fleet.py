@@ -124,6 +124,7 @@ class Process:
         self.spec = spec
         self.pid = next(self._pids)
         self.alive, self.ready, self.told_to_end = True, False, False
+        self.killed_at = 0.0
         self.works: dict[str, Task] = {}
         self._link = link
         self._memory = memory
@@ -145,7 +146,9 @@ class Process:
     def terminate(self) -> None:
         self.told_to_end = True
 
-    kill = terminate
+    def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
+        self.terminate()
 
     @property
     def seen(self) -> bool:

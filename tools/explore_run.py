@@ -122,6 +122,9 @@ class Asker:
     async def _listen(self, pipeline: Pipeline) -> None:
         async with aclosing(pipeline.run(self.request)) as events:
             async for event in events:
+                if not isinstance(event[1], (Prefilled, Tokens, Done)):
+                    self.told.clear()       # all begins anew
+                    continue
                 self.told.append(event)
                 if self.ask.slow:
                     self.gate = asyncio.get_running_loop().create_future()
@@ -168,6 +171,8 @@ class House:
         self.pipeline.fleet_changed()
 
     # --- as the supervisor's fork server
+
+    pid = None
 
     async def spawn(self, spec: WorkerSpec, link: Any, arena_fd: int) -> Process:
         manners = Manners(encode_s=self._given.encode_s)

@@ -97,7 +97,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
 
 
 def encoding(workers: Sequence[Json]) -> list[str]:
-    """What computes the embeddings, with the times of all that were measured for it: a line for each kind of outcome."""
+    """What computes the embeddings, with the times of all that were measured: a line for each kind of outcome."""
     seen: dict[tuple[str, ...], str] = {}
     for worker in workers:
         if worker.get("backend") is None:

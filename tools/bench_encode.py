@@ -111,8 +111,8 @@ def family_of(model):
 def jpeg(width, height, seed=0):
     """A photograph's amount of detail: shapes under noise."""
     rng = np.random.default_rng(seed)
-    small = Image.fromarray(rng.integers(0, 256, (9, 16, 3), np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    pixels = np.asarray(small).astype(int) + rng.integers(-12, 13, (height, width, 3))
+    shapes = Image.fromarray(rng.integers(0, 256, (9, 16, 3), np.uint8))
+    pixels = np.asarray(shapes.resize((width, height), Image.Resampling.BICUBIC)).astype(int) + rng.integers(-12, 13, (height, width, 3))
     file = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()

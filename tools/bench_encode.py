@@ -112,7 +112,8 @@ def jpeg(width, height, seed=0):
     """A photograph's amount of detail: shapes under noise."""
     rng = np.random.default_rng(seed)
     shapes = Image.fromarray(rng.integers(0, 256, (9, 16, 3), np.uint8))
-    pixels = np.asarray(shapes.resize((width, height), Image.Resampling.BICUBIC)).astype(int) + rng.integers(-12, 13, (height, width, 3))
+    pixels = np.asarray(shapes.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    pixels += rng.integers(-12, 13, pixels.shape)
     file = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()
@@ -265,7 +266,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true",
-                        help="CPU seconds instead of wall time: for one thread on a machine that others use too")
+                        help="CPU seconds of all threads instead of wall time, for a machine that others use too; with "
+                             "OMP_WAIT_POLICY=passive, or threads that wait for each other count as working")
     parser.add_argument("--out", type=Path, help="folder for numbers and plots")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

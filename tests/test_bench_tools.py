@@ -31,6 +31,7 @@ def point(server, rate, tpot_p99, throughput, at_once=0):
     shares = {share: 10.0 for share in ("p50", "p90", "p99")}
     return {"server": server, "rate": rate, "at_once": at_once, "done": 30, "errors": 0, "seconds": 100.0,
             "load": {"images": 4, "width": 448, "height": 448, "isl": 128, "osl": 64}, "ttft": shares, "gap": shares,
+            "latency": {share: 4 * tpot_p99 for share in shares},
             "tpot": {**shares, "p99": tpot_p99}, "requests_per_s": {"avg": throughput}, "tokens_per_s": {"avg": 6.4},
             "client_cpu_s": 10.0, "client_wall_s": 100.0}
 
@@ -39,9 +40,12 @@ def test_servers_side_by_side(tmp_path, capsys):
     report = Report(tmp_path)
     serve_tables.write(report, [point("other", 0.1, 80.0, 0.08), point("epdd", 0.1, 20.0, 0.1),
                                 point("epdd", 0.0, 40.0, 0.3, at_once=8), point("other", 0.2, 90.0, 0.1)], "epdd")
-    _, ratios, most = report._numbers["tables"]
+    latencies, _, ratios, most = report._numbers["tables"]
+    assert [row[:2] for row in latencies["rows"]] == [["epdd", "0.1"], ["epdd", "8 at once"], ["other", "0.1"],
+                                                      ["other", "0.2"]]
+    assert latencies["rows"][0][3] == "10.0 / 10.0 / 20.0"
     # Only where both were measured.
-    assert ratios["rows"] == [["other", "0.1", 1.0, 0.25, 1.0, 1.0, 1.0, pytest.approx(1.25)]]
+    assert ratios["rows"] == [["other", "0.1", 1.0, 0.25, 1.0, 1.0, 1.0, 0.25, pytest.approx(1.25)]]
     assert most["rows"] == [["epdd", 0.3, 1.0], ["other", 0.1, pytest.approx(3.0)]]
     assert (tmp_path / "serve.png").stat().st_size > 1000
     assert "0.10 CPUs" in serve_tables.line(point("epdd", 0.1, 20.0, 0.1))

@@ -130,7 +130,10 @@ def main() -> None:
     all_of_them.add_argument("--base", default="epdd", help="the server that ratios refer to")
     all_of_them.set_defaults(do=compare)
     args = parser.parse_args()
-    args.do(args)
+    try:
+        args.do(args)
+    except KeyboardInterrupt:
+        sys.exit(130)           # its server and aiperf have ended with it
 
 
 if __name__ == "__main__":

@@ -132,7 +132,6 @@ class Daemon:
         self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
-        self._keys: Keys
         name = settings.model.name or _model_name(family, emulated)
         label = None if emulated is None else emulated.label()
         cache = settings.arena.cache_bytes
@@ -144,6 +143,7 @@ class Daemon:
         self._history = History()
         self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
         self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
+        self._keys = Keys(settings.server)
         stats = self._stats = RequestStats(request_log=_request_log(settings.log))
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats, label)
@@ -151,14 +151,13 @@ class Daemon:
             config=settings, family=family, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            stats=stats, emulated=label)
+            keys=self._keys, stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:
         """Serve until told to stop.  Raises StartupError."""
         self._handle_signals()
         application = app.build(self._context)
-        self._keys = application[app.KEYS]
         runner = Runner(application, self._stats, CLOSE_S)
         await runner.setup()
         _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import chat_page, faults, ids, keys
+from epdd.frontend import chat_page, faults, ids
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
@@ -25,7 +25,6 @@ from epdd.frontend.text_completions import TextCompletions
 from epdd.frontend.tokens import TokenPages
 
 _HTTP_LOG = logging.getLogger("aiohttp.server")
-KEYS = web.AppKey("keys", keys.Keys)    # to be read anew at a reload
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
 
 
@@ -33,7 +32,7 @@ def build(context: Context) -> web.Application:
     """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
 
     Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
-    used, ConfigError on a bad allowlist or file of keys.
+    used, ConfigError on a bad allowlist.
     """
     _HTTP_LOG.addFilter(_no_client_faults)
     config = context.config
@@ -43,9 +42,8 @@ def build(context: Context) -> web.Application:
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
-    guard, cors = keys.Keys(config.server), Cors(config.server.cors_origins)
+    guard, cors = context.keys, Cors(config.server.cors_origins)
     app = web.Application(middlewares=[_errors(context.stats), cors.middleware(), guard.middleware()])
-    app[KEYS] = guard
     app.on_response_prepare.extend((_mark, cors.mark))
 
     async def expect(request: web.Request) -> web.StreamResponse | None:

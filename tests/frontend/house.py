@@ -21,6 +21,7 @@ from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
 from epdd.frontend.context import Context, Event
+from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.server import Runner
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
@@ -170,7 +171,7 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
                       admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
-                      history=History())
+                      history=History(), keys=Keys(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)
     runner = Runner(served, stats, shutdown_timeout_s=1)

@@ -11,7 +11,7 @@ import pytest
 
 from epdd.config import Server
 from epdd.errors import ConfigError
-from epdd.frontend import app, keys
+from epdd.frontend import keys
 
 from .house import House, hosted
 from .test_app import envelope, raw
@@ -160,7 +160,7 @@ def test_keys_are_changed_while_running_and_a_broken_file_changes_nothing(family
             return [(await house.http.get(f"{house.url}/v1/models", headers=bearer(key))).status
                     for key in ("sk-old", "sk-new")]
 
-        guard, server = house.app[app.KEYS], house.context.config.server
+        guard, server = house.context.keys, house.context.config.server
         assert await statuses() == [200, 401]
         file.write_text("sk-old\nsk-new\n")
         assert await statuses() == [200, 401]       # not before it is told

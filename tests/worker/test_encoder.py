@@ -11,7 +11,7 @@ from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.errors import ProtocolError
-from epdd.worker import encoder
+from epdd.worker import encoder, tower
 from tests import checkpoints
 from tests.worker import pd
 
@@ -69,7 +69,7 @@ def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[
     folder = checkpoint(family)
     facts = families.load(folder)
     untouched = checkpoints.whole_model(folder).model.visual.patch_embed
-    folded = encoder.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
+    folded = tower.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
     image = checkpoints.picture(300, 200)
     values, _ = checkpoints.pixel_values(folder, [image])
     file = io.BytesIO()
@@ -170,3 +170,21 @@ def test_warm_up_measures_growing_sizes(checkpoint: Callable[..., str]) -> None:
     assert all(seconds > 0 for _, seconds in ready.samples)
     assert ready.samples[-1][0] <= bench.family.rows_max * 4
     assert not bench.sent and bench.encoder.beat() == wire.Beat(steps=0)
+    assert ready.backend in {trial.backend for trial in ready.trials if not trial.note}
+    assert [trial.backend for trial in ready.trials] == ["torch", "prepacked", "ipex"]
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_after_the_warm_up_embeddings_are_the_same_or_near(checkpoint: Callable[..., str], quantize: str) -> None:
+    folder = checkpoint("qwen3_vl")
+    bench = Bench(folder, quantize=quantize)
+    ready = bench.encoder.warm_up(lambda done: None)
+    assert ("int8" in {trial.backend for trial in ready.trials}) == (quantize == "int8")
+    image = checkpoints.picture(333, 251)
+    lease = bench.submit("x", image)
+    bench.run()
+    wanted, _ = pd.embed(folder, image)
+    if ready.backend == "int8":
+        assert torch.nn.functional.cosine_similarity(bench.read(lease), wanted, dim=-1).mean() > 0.99
+    else:
+        torch.testing.assert_close(bench.read(lease), wanted, atol=2e-4, rtol=1e-4)

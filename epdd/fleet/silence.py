@@ -48,8 +48,9 @@ class SilenceWatch:
             looked = now
             self._before, self._now = self._now, {}
             for worker in self._workers:
-                if worker.process is not None and now - (worker.process.killed_at or now) > HELD_S:
-                    self._give_up(worker)
+                if worker.process is not None and worker.process.killed_at is not None:
+                    if now - worker.process.killed_at > HELD_S:
+                        self._give_up(worker)
                 elif worker.state is State.STARTING:
                     self._watch_start(worker, now)
                 else:

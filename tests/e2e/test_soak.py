@@ -19,7 +19,7 @@ def soak(*arguments):
 @pytest.mark.slow
 def test_under_faults_each_request_is_answered_once_and_nothing_is_left():
     told = soak("--seconds", "10", "--every", "1")
-    assert "nothing was lost" in told and "kill -9 of fork server and worker" in told
+    assert "nothing was lost" in told and "`kill -9` of fork server and a worker" in told
 
 
 @pytest.mark.slow

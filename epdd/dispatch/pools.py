@@ -195,9 +195,10 @@ class Pools:
         """When the next closed lane opens."""
         return self._opening[0][0] if self._opening else None
 
-    def idle(self, kind: str) -> Lane | None:
-        """The fastest that holds nothing."""
-        return self._idle[kind][0][2] if self._idle[kind] else None
+    def idle(self, kind: str, but: str | None = None) -> Lane | None:
+        """The fastest that holds nothing; the one of that name only if there is no other."""
+        lanes = self._idle[kind]
+        return next((lane for _, _, lane in lanes if lane.name != but), lanes[0][2] if lanes else None)
 
     def open(self, kind: str, now: float) -> Lane | None:
         """The best of those that are nearly done."""

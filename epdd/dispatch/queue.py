@@ -28,6 +28,7 @@ class Job:
     queued: float = 0.0             # when it came
     due: float = 0.0                # its place in the queue: least first
     worker: str | None = None       # while in flight
+    left: str | None = None         # the worker that it came back from
     started: float = 0.0            # when it was handed over
     number: int = field(default_factory=lambda: next(_numbers))
 

@@ -96,7 +96,7 @@ class Router:
 
     def submit_again(self, job: Job) -> None:
         """A job comes back from a worker that lost it: to its old place."""
-        job.worker = None
+        job.left, job.worker = job.worker, None
         self._put(job)
 
     def _put(self, job: Job) -> None:
@@ -176,12 +176,15 @@ class Router:
     # --- policies: the next (job, lane), or None while it is better to wait
 
     def _go_alone(self, head: Job, now: float) -> Choice | None:
-        """A job that was lost with a worker may have killed it: to an idle lane, and all wait until one is."""
+        """A job that was lost with a worker may have killed it: to an idle lane, and all wait until one is.
+
+        To another one if there is one: what failed it may be that worker's own.
+        """
         kinds = (GPU,) if self.policy == "gpu-only" and self.pools.count[GPU] else (GPU, CPU)
-        idle = [lane for kind in kinds if (lane := self.pools.idle(kind))]
+        idle = [lane for kind in kinds if (lane := self.pools.idle(kind, head.left))]
         if not idle:
             return None
-        lane = min(idle, key=lambda lane: lane.finish(head, now))
+        lane = min(idle, key=lambda lane: (lane.name == head.left, lane.finish(head, now)))
         return Choice(head, lane, "goes alone: it was lost with a worker")
 
     def _budget(self, head: Job, now: float) -> Choice | None:

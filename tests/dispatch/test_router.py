@@ -349,3 +349,19 @@ def test_typical_size_follows_the_traffic():
         pools.submit(job(100), 0.0)
     assert pools.pools.typical_patches == pytest.approx(100, rel=TYPICAL_CHANGE - 1)
     assert pools.ratio_measured() == pytest.approx(2.0, rel=TYPICAL_CHANGE - 1)
+
+
+def test_what_a_worker_gave_back_goes_to_another_one_if_there_is_one():
+    router = Router("earliest")
+    for name, seconds in (("cpu0", 0.1), ("cpu1", 0.5)):
+        router.pools.set_lane(name, "cpu", TimeModel([(100, seconds)]), True, 0.0)
+    job = Job("r", 100)
+    router.submit(job, 0.0)
+    assert router.assign(0.0).lane.name == "cpu0"
+    router.ended(job, 0.0)
+    router.submit_again(job)
+    assert router.assign(0.0).lane.name == "cpu1"
+    router.ended(job, 0.0)
+    router.submit_again(job)
+    router.pools.set_lane("cpu0", "cpu", router.pools.lanes["cpu0"].model, False, 0.0)
+    assert router.assign(0.0).lane.name == "cpu1"       # there is no other

@@ -87,7 +87,9 @@ def test_the_lines_it_prints_can_be_pasted(daemon):
 def test_eight_images_use_all_encoders_and_repeats_hit_the_cache(daemon):
     images = [image_part(circle("red", 300 + 4 * i)) for i in range(8)]
     before = daemon.status()
+    daemon.ask("policy", policy="round-robin")      # the others leave out an encoder that was slow at its start
     daemon.say([*images, text_part("List the images in order.")])
+    daemon.ask("policy", policy=before["router"]["policy"])
     after = daemon.status()
     done = [after["workers"][i]["done"] - before["workers"][i]["done"] for i in range(2)]
     assert sum(done) == 8 and min(done) >= 1

@@ -7,8 +7,11 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +32,19 @@ FULL_CONTEXTS_MAX = 16          # of KV memory by default: a tiny model would to
 KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What a step found for the rows whose next token is wanted, in batch order."""
+
+    rows: torch.Tensor          # float32 [wanted, vocab]
+    highest: list[float]        # of each row: its largest, or NaN where there is one
+    best: list[int]             # the token it belongs to
+
+
 class Engine(Intake[Request]):
     """The role: one step computes a batch of prompt chunks and decode tokens."""
+
+    attention = attention.NAME      # what transformers' models call
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  headroom: int = HEADROOM_TOKENS) -> None:
@@ -38,12 +52,15 @@ class Engine(Intake[Request]):
         self._arena, self._send = arena, send
         self._family: Family = families.load(spec.model)
         self._device = torch.device(spec.device)
-        self.model = load.load_language(spec.model, spec.dtype, spec.device, attention.NAME)
+        self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
         prepack.pack(self.model)
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
+        # Its name in transformers 5.17, and later.
+        named = inspect.signature(self._text.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_tokens = self._kv_tokens(spec, context)
@@ -74,8 +91,7 @@ class Engine(Intake[Request]):
             return
         self._steps += 1
         try:
-            hidden = self._run(batch)
-            self._postprocess(batch, hidden)
+            self._postprocess(batch, self._run(batch))
         except Exception as error:
             for request, _ in batch.chunks:
                 if request.id in self._requests:
@@ -167,47 +183,53 @@ class Engine(Intake[Request]):
 
     # --- a step
 
-    def _run(self, batch: Batch[Request]) -> torch.Tensor:
-        """Hidden states [T, hidden] of the batch's rows."""
-        layout = []
-        for request, count in batch.chunks:
+    def _run(self, batch: Batch[Request]) -> Logits:
+        layout = self._layout(batch)
+        ids = torch.tensor(_ids(batch), device=self._device)
+        embeds = self._embed(ids)
+        plan = attention.plan(layout, self._device)
+        hidden = self._hidden(embeds, inputs.positions(batch).to(self._device), plan, **inputs.splice(batch, embeds))
+        wanted = _wanted(batch)
+        if not wanted:
+            return Logits(hidden.new_zeros(0, 0), [], [])
+        best, logits = self._best(hidden[wanted])
+        return Logits(logits, *_lists(best))
+
+    def _layout(self, batch: Batch[Request]) -> list[tuple[int, int, int]]:
+        """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
+        for request, _ in batch.chunks:
             self._pool.hold(request.id, request.reserved)
-        for request, count in batch.chunks:     # all have been placed: offsets stay for this step
-            layout.append((count, self._pool.offset(request.id), request.computed))
-        ids = [token for request, count in batch.chunks
-               for token in request.tokens[request.computed:request.computed + count]]
-        embeds = self._embed(torch.tensor(ids, device=self._device))
-        out = self._text(
-            inputs_embeds=embeds[None], position_ids=inputs.positions(batch).to(self._device)[:, None],
-            cache=self._pool, use_cache=False, plan=attention.plan(layout, self._device),
-            **inputs.splice(batch, embeds))
+        return [(count, self._pool.offset(request.id), request.computed) for request, count in batch.chunks]
+
+    def _hidden(self, embeds: torch.Tensor, positions: torch.Tensor, plan: Any, **visual: Any) -> torch.Tensor:
+        """Hidden states [T, hidden] of rows with these embeddings [T, hidden] and positions [3, T]."""
+        out = self._text(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, plan=plan,
+                         **{self._cache_name: self._pool.at(plan.slots)}, **visual)
         return out.last_hidden_state[0]
 
-    def _postprocess(self, batch: Batch[Request], hidden: torch.Tensor) -> None:
+    def _best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit and its token, float32 [2, n], and all logits, float32 [n, vocab]."""
+        logits = self._head(hidden).float()
+        values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
+        return torch.stack((values, ids.float())), logits       # float32 holds integers up to 16 million
+
+    def _postprocess(self, batch: Batch[Request], found: Logits) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""
         ready: list[Request] = []
-        rows: list[int] = []
-        row = 0
         for request, count in batch.chunks:
-            row += count
             request.computed += count
             if not request.prefilled and request.computed >= request.leases_until:
                 self._let_go(request)
             if not request.pending:
                 ready.append(request)
-                rows.append(row - 1)
-        if not ready:
-            return
-        logits = self._head(hidden[rows]).float()
-        values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
-        for i, (request, value, best) in enumerate(zip(ready, values.tolist(), ids.tolist())):
+        for request, value, best, logits in zip(ready, found.highest, found.best, found.rows):
             try:
                 if not math.isfinite(value):
                     raise ArithmeticError("logits are not finite")
                 request.proven = request.computed
                 if len(request.tokens) == request.prompt:
                     self._pool.share(request.id, request.items[:request.proven])
-                self._advance(request, best if request.sampler.plain else request.sampler.choose(logits[i]), logits[i])
+                self._advance(request, best if request.sampler.plain else request.sampler.choose(logits), logits)
             except Exception as error:
                 self._end(request, failed(request.id, error))
 
@@ -251,6 +273,26 @@ class Engine(Intake[Request]):
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
         return tokens
+
+
+def _ids(batch: Batch[Request]) -> list[int]:
+    return [token for request, count in batch.chunks
+            for token in request.tokens[request.computed:request.computed + count]]
+
+
+def _wanted(batch: Batch[Request]) -> list[int]:
+    """Rows of the batch that a token follows which nobody knows yet."""
+    rows, end = [], 0
+    for request, count in batch.chunks:
+        end += count
+        if request.pending == count:
+            rows.append(end - 1)
+    return rows
+
+
+def _lists(best: torch.Tensor) -> tuple[list[float], list[int]]:
+    values, ids = best.tolist()
+    return values, [int(token) for token in ids]
 
 
 def _content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:

@@ -109,10 +109,12 @@ class Device:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         self.name = name
         self.torch = torch.device(name)
+        if not torch.backends.cuda.is_built():
+            raise HardwareError(f"{name} cannot be used: this torch is built without CUDA")
         try:
             torch.cuda.set_device(self.torch)
             torch.cuda.synchronize()
-        except (RuntimeError, AssertionError) as error:
+        except RuntimeError as error:
             raise HardwareError(f"{name} cannot be used: {(str(error).splitlines() or [''])[0]}") from None
         self._runtime = loaded_runtime()
         self._capture_stream = torch.cuda.Stream()
@@ -146,6 +148,9 @@ class Device:
         """A stream; kernels of an urgent one go first, among those of this process."""
         return torch.cuda.Stream(self.torch, priority=-1 if urgent else 0)
 
+    def current(self) -> Any:
+        return torch.cuda.current_stream()
+
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """`with`: what is launched goes to `stream`."""
         return torch.cuda.stream(stream)  # type: ignore[no-any-return]
@@ -153,12 +158,12 @@ class Device:
     def record(self, stream: Any = None) -> Any:
         """An event after all that `stream` (none: the current one) has been given."""
         event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream())
+        event.record(stream or self.current())
         return event
 
     def wait(self, event: Any, stream: Any = None) -> None:
         """`stream` (none: the current one) goes on only after the event; this thread does not wait."""
-        (stream or torch.cuda.current_stream()).wait_event(event)
+        (stream or self.current()).wait_event(event)
 
     def reached(self, event: Any) -> bool:
         return bool(event.query())
@@ -227,10 +232,10 @@ class Device:
         any.  `run` is called twice, and must use memory that stays where it is for what it reads.
         """
         stream = self._capture_stream
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(self.current())
         with torch.cuda.stream(stream):
             run()       # libraries set up on first use what cannot be captured
-        torch.cuda.current_stream().wait_stream(stream)
+        self.current().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graphs, stream=stream, capture_error_mode="thread_local"):
             result = run()

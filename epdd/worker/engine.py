@@ -18,11 +18,11 @@ import torch
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, ModelError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, inputs, kv, load, prepack
+from epdd.worker import attention, cuda, inputs, kv, load, prepack
 from epdd.worker.constraint import Constraints
-from epdd.worker.inputs import Request, Rows
+from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
 from epdd.worker.sampling import Sampler
@@ -93,9 +93,12 @@ class Engine(Intake[Request]):
         try:
             self._postprocess(batch, self._run(batch))
         except Exception as error:
+            problem = cuda.fault(error)
+            if isinstance(problem, DeviceError):
+                raise problem from error
             for request, _ in batch.chunks:
                 if request.id in self._requests:
-                    self._end(request, failed(request.id, error))
+                    self._end(request, failed(request.id, problem or error))
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
@@ -141,9 +144,10 @@ class Engine(Intake[Request]):
             leases_until=images[-1].end if images else len(tokens), content=content,
             twins=hash(content) if content else None)
 
-    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Rows]:
+    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Image]:
         """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""
-        images, end = [], -1
+        images: list[Image] = []
+        end = -1
         for span in spans:
             # get_rope_index takes neighbouring images for one: a token must lie between them.
             if not (end < span.start and span.start + span.rows <= len(tokens) and span.rows > 0):
@@ -153,14 +157,17 @@ class Engine(Intake[Request]):
                 raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) are not all placeholders")
             if self._family.rows(span.grid) != span.rows:
                 raise WorkerFailed(f"grid {span.grid} does not make {span.rows} rows")
-            shape = (self._family.planes, span.rows, self._family.hidden)
-            if self._arena is None or self._family.embedding_bytes(span.rows, span.dtype) > span.lease.size:
+            if self._family.embedding_bytes(span.rows, span.dtype) > span.lease.size:
                 raise WorkerFailed(f"a lease of {span.lease.size} bytes is too small for {span.rows} rows")
-            # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
-            flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype),
-                                    count=math.prod(shape))
-            images.append(Rows(span.start, flat.view(shape)))
+            images.append(self._image(span, (self._family.planes, span.rows, self._family.hidden)))
         return images
+
+    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
+        if self._arena is None:
+            raise WorkerFailed("there is no arena to read images from")
+        # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
+        flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype), count=math.prod(shape))
+        return Rows(span.start, flat.view(shape))
 
     def _positions(self, tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[torch.Tensor | None, int]:
         if not spans:
@@ -185,11 +192,11 @@ class Engine(Intake[Request]):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
-        ids = torch.tensor(_ids(batch), device=self._device)
+        ids = torch.tensor(ids_of(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
         hidden = self._hidden(embeds, inputs.positions(batch).to(self._device), plan, **inputs.splice(batch, embeds))
-        wanted = _wanted(batch)
+        wanted = wanted_rows(batch)
         if not wanted:
             return Logits(hidden.new_zeros(0, 0), [], [])
         best, logits = self._best(hidden[wanted])
@@ -243,7 +250,7 @@ class Engine(Intake[Request]):
         if request.complete and request.images:
             request.pinned, request.images = True, []
         else:
-            request.images = [Rows(image.start, image.planes.clone()) for image in request.images]
+            request.images = [image.kept() for image in request.images]
         self._send(wire.Prefilled(request.id, request.cached))
 
     def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:
@@ -275,12 +282,13 @@ class Engine(Intake[Request]):
         return tokens
 
 
-def _ids(batch: Batch[Request]) -> list[int]:
+def ids_of(batch: Batch[Request]) -> list[int]:
+    """The token of each row."""
     return [token for request, count in batch.chunks
             for token in request.tokens[request.computed:request.computed + count]]
 
 
-def _wanted(batch: Batch[Request]) -> list[int]:
+def wanted_rows(batch: Batch[Request]) -> list[int]:
     """Rows of the batch that a token follows which nobody knows yet."""
     rows, end = [], 0
     for request, count in batch.chunks:

@@ -24,8 +24,7 @@ from epdd.worker import attention
 
 log = logging.getLogger(__name__)
 
-NAME = "epdd-flash"
-HEAD_SIZE_MAX, HEAD_SIZE_UNIT = 256, 8      # the kernel's own limits
+NAME = "epdd-packed"       # a name with "flash" in it is looked for among transformers' own
 # Of values about as large as one: bfloat16 has three digits, and the two ways to sum differ by one or two of the last.
 TOLERANCE = 2e-2
 
@@ -132,9 +131,7 @@ KERNELS: dict[str, Kernel] = {"flash": operator, "varlen_attn": public}
 
 def choose(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device,
            kernels: dict[str, Kernel] = KERNELS) -> tuple[str, Kernel] | None:
-    """The first kernel that this torch has and that computes the right thing on this card; None: none does."""
-    if dtype not in (torch.bfloat16, torch.float16) or dim % HEAD_SIZE_UNIT or dim > HEAD_SIZE_MAX:
-        return None
+    """The first kernel that this torch has, that takes these shapes and types, and that is right on this card."""
     for name, kernel in kernels.items():
         try:
             if _right(kernel, heads, kv_heads, dim, dtype, device):

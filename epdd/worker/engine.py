@@ -192,11 +192,11 @@ class Engine(Intake[Request]):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
-        ids = torch.tensor(ids_of(batch), device=self._device)
+        ids = torch.tensor(inputs.ids(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
         hidden = self._hidden(embeds, inputs.positions(batch).to(self._device), plan, **inputs.splice(batch, embeds))
-        wanted = wanted_rows(batch)
+        wanted = inputs.wanted(batch)
         if not wanted:
             return Logits(hidden.new_zeros(0, 0), [], [])
         best, logits = self._best(hidden[wanted])
@@ -280,22 +280,6 @@ class Engine(Intake[Request]):
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
         return tokens
-
-
-def ids_of(batch: Batch[Request]) -> list[int]:
-    """The token of each row."""
-    return [token for request, count in batch.chunks
-            for token in request.tokens[request.computed:request.computed + count]]
-
-
-def wanted_rows(batch: Batch[Request]) -> list[int]:
-    """Rows of the batch that a token follows which nobody knows yet."""
-    rows, end = [], 0
-    for request, count in batch.chunks:
-        end += count
-        if request.pending == count:
-            rows.append(end - 1)
-    return rows
 
 
 def _lists(best: torch.Tensor) -> tuple[list[float], list[int]]:

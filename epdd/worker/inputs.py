@@ -71,6 +71,22 @@ class Request(Sequence):
         return [*self.content, *self.tokens[self.prompt:]] if self.content else []
 
 
+def ids(batch: Batch[Request]) -> list[int]:
+    """The token of each row."""
+    return [token for request, count in batch.chunks
+            for token in request.tokens[request.computed:request.computed + count]]
+
+
+def wanted(batch: Batch[Request]) -> list[int]:
+    """Rows of the batch that a token follows which nobody knows yet."""
+    rows, end = [], 0
+    for request, count in batch.chunks:
+        end += count
+        if request.pending == count:
+            rows.append(end - 1)
+    return rows
+
+
 def positions(batch: Batch[Request]) -> torch.Tensor:
     """Temporal, vertical and horizontal position of each row, [3, T]."""
     pieces: list[torch.Tensor] = []

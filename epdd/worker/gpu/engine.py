@@ -16,7 +16,7 @@ from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
 from epdd.worker import attention, cuda, inputs
-from epdd.worker.engine import Engine, Logits, ids_of, wanted_rows
+from epdd.worker.engine import Engine, Logits
 from epdd.worker.gpu import flash, norm
 from epdd.worker.gpu.graphs import Graphs
 from epdd.worker.gpu.leased import Leased, ask_ahead, splice
@@ -92,7 +92,7 @@ class GpuEngine(Engine):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
-        ids, positions = ids_of(batch), inputs.positions(batch)
+        ids, positions = inputs.ids(batch), inputs.positions(batch)
         if self._graphs is not None and self._graphs.fits(len(ids)) and len(ids) == len(layout) \
                 and not any(inputs.pieces(batch)):
             return self._read(*self._graphs.run(ids, positions, layout))
@@ -100,7 +100,7 @@ class GpuEngine(Engine):
         embeds = self._embed(numbers[0])
         plan = flash.plan(layout, self._kernel, self._put) if self._kernel else attention.plan(layout, self._device)
         hidden = self._hidden(embeds, numbers[1:], plan, **splice(batch, embeds))
-        wanted = wanted_rows(batch)
+        wanted = inputs.wanted(batch)
         ask_ahead(batch, self._scheduler.token_budget)
         if wanted:
             return self._read(*self._best(hidden[self._put(torch.tensor(wanted))]))

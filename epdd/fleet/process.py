@@ -20,6 +20,7 @@ from multiprocess import process as processes
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
+PF_EXITING = 4              # in the flags of /proc/PID/stat
 KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
 
 
@@ -132,6 +133,19 @@ class Process:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def leaving(pid: int) -> bool:
+    """Whether a process has begun to end, or is gone.
+
+    The kernel sets the flag before it takes anything from the process, GPU memory too; the pidfd tells only after that.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
+        return bool(int(fields[6]) & PF_EXITING) or fields[0] in "ZX"
+    except (OSError, IndexError, ValueError):
+        return True
 
 
 def resident_bytes(pid: int) -> int | None:

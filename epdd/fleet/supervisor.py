@@ -16,12 +16,12 @@ from contextlib import suppress
 from epdd.config import Fleet
 from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
-from epdd.fleet.channel import Channel
+from epdd.fleet.channel import Channel, Report
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
 from epdd.fleet.silence import SilenceWatch
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
-from epdd.wire import Beat, Failed, Loading, Ready, WorkerSpec, socket_pair
+from epdd.wire import Beat, Failed, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +187,7 @@ class Supervisor:
         """One process from spawn to exit; returns its exit code with all its work failed."""
         worker.loading = Loading("forking", 0.0)
         worker.beat = Beat(0)
+        worker.arenas = {}
         worker.restarting = False
         worker.began = time.monotonic()
         worker.fault = ""
@@ -245,9 +246,14 @@ class Supervisor:
                                 maybe_over_work=not worker.restarting and not self.stopping))
         return code
 
-    def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:
+    def _heard(self, worker: Worker, message: Report) -> None:
         if isinstance(message, Beat):
             worker.beat = message
+        elif isinstance(message, Opened):
+            worker.arenas[message.arena] = message.error
+            log.log(logging.WARNING if message.error else logging.DEBUG, "%s arena=%s %s", worker.name, message.arena,
+                    message.error or "is open")
+            self._tell(worker)
         elif isinstance(message, Loading):
             # A line a quarter of the weights: the journal shows progress, not each step of it.
             quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, worker.loading)]

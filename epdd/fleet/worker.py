@@ -53,6 +53,7 @@ class Worker:
         self.ready: Ready | None = None         # of the living process
         self.was_ready = False                  # ever
         self.ready_at = 0.0                     # when the living process was ready
+        self.arenas: dict[int, str] = {}        # the living process's answers: "" or why it cannot use an arena
         self.loading = Loading("queued", 0.0)
         self.beat = Beat(0)
         self.hurry = asyncio.Event()            # set: start again without waiting any longer

@@ -111,7 +111,7 @@ class Fleet:
     well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
     poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
-    stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
+    stall_s: float = 15.0                   # silence of a worker that stands still: it hangs
 
 
 @dataclass(frozen=True)

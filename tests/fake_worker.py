@@ -3,8 +3,9 @@
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
 JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
 ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
-bytes on which it stops for ever), garble (image bytes on which it breaks the wire format), gate (a file without which
-prompts wait unread), pool (bytes of "GPU memory" of each encoder, a memfd that its handle names), shut (it opens none).
+bytes on which it stops for ever), spin (image bytes over which it computes for spin_s, without a word), garble (image
+bytes on which it breaks the wire format), gate (a file without which prompts wait unread), pool (bytes of "GPU memory"
+of each encoder, a memfd that its handle names), shut (it opens none).
 """
 
 import hashlib
@@ -121,6 +122,10 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if raw == self.manners.get("hang", "").encode() != b"":
             time.sleep(3600)
+        if raw == self.manners.get("spin", "").encode() != b"":
+            end = time.monotonic() + self.manners["spin_s"]
+            while time.monotonic() < end:
+                pass
         if raw == self.manners.get("garble", "").encode() != b"":
             self.sock.sendall(b"\x00\x00\x00\x01 this is no frame")
             time.sleep(3600)

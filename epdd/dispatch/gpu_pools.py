@@ -77,10 +77,13 @@ class GpuPools:
         embedding.place = Lease(offset, size, arena)
         return embedding.place
 
-    def leave(self, embedding: Embedding) -> None:
-        """The encoder will not write there any more; rows that it has written stay."""
-        if embedding.place is not None:
-            place, embedding.place = embedding.place, None
+    def leave(self, embedding: Embedding, place: Lease) -> None:
+        """The encoder will not write there any more; rows that it has written stay.
+
+        One that is lost may be told of late, when another encoder has another place already.
+        """
+        if embedding.place == place:
+            embedding.place = None
             self.give_back(embedding, place)
 
     def written(self, embedding: Embedding, size: int) -> Lease:

@@ -20,7 +20,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.leases = Leases(6 * PAGE, 3 * PAGE)
         self.numbers = 0
         self.requests, self.unencoded, self.reading = [], [], []
-        self.encoding = []          # (embedding, pool that it was placed in or 0)
+        self.encoding = []          # (embedding, the lease that it is written to)
 
     def teardown(self):
         self.loop.close()
@@ -43,10 +43,10 @@ class PoolMachine(RuleBasedStateMachine):
     def encoder_dies(self, data):
         number = self.pick(data, self.living)
         self.leases.gpu.lose(number)
-        for embedding, place in [entry for entry in self.encoding if entry[1] == number]:
+        for embedding, place in [entry for entry in self.encoding if entry[1].arena == number]:
             # Its works end after that, and what somebody wants is queued again.
             self.encoding.remove((embedding, place))
-            self.leases.gpu.leave(embedding)
+            self.leases.gpu.leave(embedding, place)
             self.leases.unhold(embedding)
             if embedding.refs:
                 self.unencoded.append(embedding)
@@ -65,22 +65,22 @@ class PoolMachine(RuleBasedStateMachine):
         embedding = self.pick(data, [e for e in self.unencoded if not e.dropped])
         self.unencoded.remove(embedding)
         self.leases.hold(embedding)
-        number = self.pick(data, self.living) if placed and self.living else 0
-        if number and self.leases.gpu.place(embedding, number, embedding.lease.size // 2) is None:
-            number = 0
-        self.encoding.append((embedding, number))
+        place = None
+        if placed and self.living:
+            place = self.leases.gpu.place(embedding, self.pick(data, self.living), embedding.lease.size // 2)
+        self.encoding.append((embedding, place or embedding.lease))
 
     @precondition(lambda self: self.encoding)
     @rule(data=st.data(), well=st.booleans())
     def encoded(self, data, well):
-        embedding, number = self.pick(data, self.encoding)
-        self.encoding.remove((embedding, number))
+        embedding, place = self.pick(data, self.encoding)
+        self.encoding.remove((embedding, place))
         if well:
             self.leases.written(embedding, max(1, embedding.lease.size // 4), "bfloat16")
-            assert embedding.lease.arena == number
+            assert (embedding.lease.arena, embedding.lease.offset) == (place.arena, place.offset)
         elif embedding.refs:
             self.unencoded.append(embedding)
-        self.leases.gpu.leave(embedding)
+        self.leases.gpu.leave(embedding, place)
         self.leases.unhold(embedding)
 
     def whole(self):

@@ -5,7 +5,7 @@ JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s
 ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
 bytes on which it stops for ever), spin (image bytes over which it computes for spin_s, without a word), garble (image
 bytes on which it breaks the wire format), gate (a file without which prompts wait unread), pool (bytes of "GPU memory"
-of each encoder, a memfd that its handle names), shut (it opens none).
+of each encoder, a memfd that its handle names), shut (it opens none), cuda_fault (image bytes on which a GPU fails).
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import sys
 import time
 
 from epdd.arena import Mapping
+from epdd.errors import DeviceError
 from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
                        Loading, OpenArena, Opened, Pool, Prefilled, Ready, Tokens, pack)
 from epdd.worker import affinity
@@ -129,6 +130,9 @@ class FakeWorker:
         if raw == self.manners.get("garble", "").encode() != b"":
             self.sock.sendall(b"\x00\x00\x00\x01 this is no frame")
             time.sleep(3600)
+        if raw == self.manners.get("cuda_fault", "").encode() != b"" and self.spec.device != "cpu":
+            self.say(Failed("", DeviceError.code, "CUDA error: device-side assert triggered"))
+            sys.exit(DeviceError.exit_code)
         time.sleep(self.manners.get("encode_s", 0))
         if raw.startswith(b"broken"):
             self.say(Failed(message.id, "image_parse_error", "the image is damaged"))

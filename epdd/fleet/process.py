@@ -18,6 +18,7 @@ import multiprocess
 from multiprocess import forkserver, reduction
 from multiprocess import process as processes
 
+from epdd.emulation import Emulation
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
@@ -84,6 +85,13 @@ def _start(process: Any) -> None:
     # sent to the whole group, is for the daemon, whose main thread takes it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     process.start()
+
+
+def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
+    """What the fork server imports once, by name: the daemon itself imports none of it."""
+    if emulation is not None and not emulation.needs_torch:
+        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
+    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]
 
 
 class Process:

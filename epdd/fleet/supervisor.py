@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from epdd.config import Fleet
-from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet import exits
 from epdd.fleet.channel import Channel, Report
@@ -161,8 +160,11 @@ class Supervisor:
             worker.process = worker.channel = worker.ready = None
             # A worker that had been well once may only lack memory for the moment: that can pass.
             hopeless = exit_code == StartupError.exit_code and not worker.was_ready
-            if not worker.restarting and (hopeless or in_vain >= self._config.failures_max):
-                if not hopeless:
+            lost = "" if worker.restarting else await exits.gpu_lost(worker.spec)
+            if not worker.restarting and (lost or hopeless or in_vain >= self._config.failures_max):
+                if lost:
+                    worker.last_error = f"{lost}: {worker.last_error}"
+                elif not hopeless:
                     worker.last_error = f"died {in_vain} times in a row, the last time: {worker.last_error}"
                 log.error("%s given up: %s", worker.name, worker.last_error)
                 self._set(worker, State.FAILED)
@@ -262,9 +264,7 @@ class Supervisor:
         if isinstance(message, Beat):
             worker.beat = message
         elif isinstance(message, Opened):
-            worker.arenas[message.arena] = message.error
-            log.log(logging.WARNING if message.error else logging.DEBUG, "%s arena=%s %s", worker.name, message.arena,
-                    message.error or "is open")
+            worker.opened(message)
             self._tell(worker)
         elif isinstance(message, Loading):
             worker.loads(message)
@@ -295,10 +295,3 @@ class Supervisor:
 def _place(spec: WorkerSpec) -> str:
     where = "" if spec.numa_node is None else f" of NUMA node {spec.numa_node}"
     return f"CPUs {ranges(spec.cpus)}{where}" if spec.cpus else f"any CPUs{where}"
-
-
-def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
-    """What the fork server imports once, by name: the daemon itself imports none of it."""
-    if emulation is not None and not emulation.needs_torch:
-        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
-    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from epdd import log as logs, wire
-from epdd.errors import EpddError, StartupError
+from epdd.errors import DeviceError, EpddError, StartupError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Descriptor(Protocol):
 def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> None:
     """Be the worker `spec` until the daemon hangs up.
 
-    Exits with 78 on a StartupError (a restart would not help), with 1 on any other fault.
+    Exits with 78 on a StartupError (a restart would not help), with 79 when its GPU failed, with 1 on any other fault.
     """
     begin = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # the terminal's Ctrl-C is the daemon's to handle
@@ -69,8 +69,10 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         return      # the daemon is gone
     except Exception as error:
         leaving.set()
+        if spec.device != "cpu" and spec.pace is None:
+            error = importlib.import_module("epdd.worker.cuda").fault(error) or error
         _last_words(spec, connection, error)
-        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+        sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
@@ -97,9 +99,6 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
 
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
-    # spec.device counts as NVML does: all GPUs, in the order of the bus.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
 

@@ -57,8 +57,9 @@ SHAPES = {
 }
 
 
-def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> Path:
-    """Write the checkpoint into the folder and return it.  `dtype`: "float32" or "bfloat16"."""
+def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> Path:
+    """Write the checkpoint into the folder and return it.  `dtype`: "float32" or "bfloat16"; the weights are drawn on
+    `device`, and differ between devices."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -68,7 +69,7 @@ def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> 
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(_config(shape, ids)).to(getattr(torch, dtype))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -76,7 +77,7 @@ def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> 
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
             else:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-        said = torch.zeros(shape.vocab, dtype=torch.bool)
+        said = torch.zeros(shape.vocab, dtype=torch.bool, device=device)
         said[printable(tokens["model"]["vocab"])] = True
         model.lm_head.weight[~said] = 0.0
     model.config.dtype = getattr(torch, dtype)

@@ -2,7 +2,7 @@
 
     python tools/bench_memory.py --shape 500m --dtype bfloat16 --requests 2000 --out DIR
 
-Starts the real daemon on a checkpoint with random weights (or `--model FOLDER`) and sends short requests, every fifth
+Starts the real daemon on a checkpoint with random weights (or `--model FOLDER`) and sends short requests, every tenth
 with a picture of another size.  Whenever a twentieth of them is answered it waits until nothing runs and reads each
 process's memory.
 
@@ -36,7 +36,7 @@ WEIGHTS_FACTOR = 1.15
 CLIENTS = 4
 WARM = 0.1                  # of the requests: growth counts from there on
 POINTS = 20
-SIDES = tuple(range(64, 321, 32))
+SIDES = tuple(range(32, 225, 32))
 WORDS = "red green blue round flat near far left right one two many the of and with above below what where how".split()
 REST_S = 600.0
 FIELDS = {"PSS": ("Pss",), "ANON": ("Anonymous",), "PRIVATE": ("Private_Clean", "Private_Dirty")}
@@ -66,7 +66,7 @@ def at_rest(daemon):
 def ask(url, number):
     """One request that is like no other, so that nothing comes from a cache but what prompts always share."""
     rng = random.Random(number)
-    parts = pictures(1, rng.choice(SIDES), number) if number % 5 == 0 else []
+    parts = pictures(1, rng.choice(SIDES), number) if number % 10 == 0 else []
     text = " ".join(rng.choices(WORDS, k=rng.randint(1, 30)))
     body = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
             "max_tokens": rng.randint(1, 6), "temperature": 0}

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
+OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
 PR_SET_NAME = 15
 
 
@@ -89,12 +90,17 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     role_class = getattr(importlib.import_module(module), name)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena)
+    huge_bytes = 0
+    if mapping is not None:
+        huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
+        threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     told("weights", 0.0)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
     role = role_class(spec, mapping, connection.send, *waiting)
     told("warm-up", 0.0)
-    return role, role.warm_up(lambda done: told("warm-up", done))
+    ready = role.warm_up(lambda done: told("warm-up", done))
+    return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
 
 def _set_up_torch(threads: int) -> None:
@@ -106,9 +112,16 @@ def _set_up_torch(threads: int) -> None:
 def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
     if arena is None:
         return None
-    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes)
+    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes, spec.huge_pages)
     mapping.reserve(*spec.arena_slice)
     return mapping
+
+
+def _map_others_slices(mapping: Any) -> None:
+    """Enter all of the arena into this process's page table, as soon as those whose slices they are have them."""
+    name_thread("arena")
+    while not mapping.populate():
+        time.sleep(OTHERS_S)
 
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:

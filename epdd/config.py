@@ -79,6 +79,7 @@ class PrefillDecode:
 class Arena:
     bytes: int = 0                          # 0: the least of 4 GiB, a quarter of memory, 1,024 of the largest images
     cache_bytes: int = -1                   # embeddings kept for reuse; -1: the whole arena, 0: none
+    huge_pages: bool = True                 # where the system has them
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Fleet:
     well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
     poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
-    stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
+    stall_s: float = 15.0                   # silence of a worker that stands still: it hangs
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,19 @@ from epdd.dispatch.poison import Poison
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
 from epdd.dispatch.timing import TimeModel
+from epdd.dispatch.transport import Transport
 from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import Rate, State, Worker
-from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
+from epdd.fleet.worker import Rate, Worker
+from epdd.wire import Cancelled, Encode, Encoded, Failed, Lease, Ready
 
 log = logging.getLogger(__name__)
 
 # An image that cost two workers their lives is not tried on a third.  The second time it goes alone, so that the
 # innocent who were with it the first time do not fail with it.
 ATTEMPTS_MAX = 2
-PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
-PATIENCE_MIN_S = 60.0       # and at least this
 SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
 
 
@@ -56,6 +55,7 @@ class Encoding:
         self._family = family
         self._history = history
         self.poison = Poison(config.fleet.poison_s)
+        self.transport = Transport(supervisor, leases)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[Embedding, ImageJob] = {}
@@ -85,6 +85,7 @@ class Encoding:
 
     def fleet_changed(self) -> None:
         """A worker's state changed."""
+        self.transport.fleet_changed()
         gone, self._workers = self._workers, {worker.name: worker for worker in self._supervisor.role("encoder")}
         now = time.monotonic()
         for name, worker in self._workers.items():
@@ -96,9 +97,9 @@ class Encoding:
 
     def pump(self) -> None:
         """Hand over whatever can start now.  Called after every change of queue or fleet."""
-        if self._supervisor.stopping or all(worker.state is State.FAILED for worker in self._workers.values()):
+        if self._supervisor.stopping or not any(worker.comes_back for worker in self._workers.values()):
             for job in self.router.take_all():
-                self._fail(job, NoWorker("no encoder can be started"))
+                self._fail(job, NoWorker("no encoder is in service"))
         now = time.monotonic()
         while (choice := self.router.assign(now)) is not None:
             self._hand_over(choice)
@@ -115,17 +116,30 @@ class Encoding:
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
         predicted_s = self.model(worker).predict(image.patches)
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
-        message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
-        patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * predicted_s)
+        target = self._target(embedding, worker)
+        message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows)
         self._leases.hold(embedding)
         try:
-            job.work = worker.start(message, image.data, image.patches, patience_s,
+            job.work = worker.start(message, image.data, image.patches, predicted_s,
                                     lambda event: self._ended(job, worker, event))
         except WorkerLost as error:
-            self._leases.unhold(embedding)
+            self._let_go(embedding, target)
             self._ended(job, worker, error)
             return
-        job.work.on_end(lambda: self._leases.unhold(embedding))
+        job.work.on_end(lambda: self._let_go(embedding, target))
+
+    def _target(self, embedding: Embedding, worker: Worker) -> Lease:
+        """Where the encoder shall write."""
+        place = None
+        if worker.ready is not None and worker.ready.pool is not None:
+            size = self._family.embedding_bytes(embedding.image.rows, worker.ready.dtype)
+            place = self.transport.place(embedding, worker, size)
+        return place or embedding.lease
+
+    def _let_go(self, embedding: Embedding, target: Lease) -> None:
+        """The encoder that was to write there touches it no more."""
+        self._leases.gpu.leave(embedding, target)
+        self._leases.unhold(embedding)
 
     def _ended(self, job: ImageJob, worker: Worker, event: Event) -> None:
         """The worker's last word on an image."""
@@ -171,7 +185,7 @@ class Encoding:
         image = job.embedding.image
         if (event.rows != image.rows or event.dtype not in ITEMSIZE
                 or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
-                or event.bytes > job.embedding.lease.size):
+                or event.bytes > (job.embedding.place or job.embedding.lease).size):
             worker.failed += 1
             log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
                       event.rows, event.bytes, event.dtype, image.rows)

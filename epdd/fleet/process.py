@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import time
 from importlib import import_module
 from typing import Any
 
@@ -17,9 +18,11 @@ import multiprocess
 from multiprocess import forkserver, reduction
 from multiprocess import process as processes
 
+from epdd.emulation import Emulation
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
+PF_EXITING = 4              # in the flags of /proc/PID/stat
 KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
 
 
@@ -84,12 +87,20 @@ def _start(process: Any) -> None:
     process.start()
 
 
+def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
+    """What the fork server imports once, by name: the daemon itself imports none of it."""
+    if emulation is not None and not emulation.needs_torch:
+        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
+    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]
+
+
 class Process:
     """One worker process.  It is the fork server's child, so its end is seen through a pidfd."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
+        self.killed_at: float | None = None     # of the monotonic clock
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -126,12 +137,47 @@ class Process:
         self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
         self.signal(signal.SIGKILL)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def effort(pid: int) -> tuple[int, int] | None:
+    """What the kernel has seen all threads of a process do so far: (ticks of CPU, pages that a disk had to bring).
+
+    None while one of them runs or waits for a CPU, and when the process is gone.  A process whose numbers stay the
+    same stands still: it is stopped, or waits inside a system call for something that does not come.
+    """
+    try:
+        states = [_stat(f"/proc/{pid}/task/{thread}/stat")[0] for thread in os.listdir(f"/proc/{pid}/task")]
+        _, faults, user, system = _stat(f"/proc/{pid}/stat")
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if "R" in states else (int(user) + int(system), int(faults))
+
+
+def _stat(path: str) -> tuple[str, str, str, str]:
+    """State, major faults, user and system ticks (proc(5): fields 3, 12, 14 and 15)."""
+    with open(path) as file:
+        fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
+    return fields[0], fields[9], fields[11], fields[12]
+
+
+def leaving(pid: int) -> bool:
+    """Whether a process has begun to end, or is gone.
+
+    The kernel sets the flag before it takes anything from the process, GPU memory too; the pidfd tells only after that.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return bool(int(fields[6]) & PF_EXITING) or fields[0] in "ZX"
+    except (OSError, IndexError, ValueError):
+        return True
 
 
 def resident_bytes(pid: int) -> int | None:

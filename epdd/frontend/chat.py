@@ -45,8 +45,8 @@ class ChatCompletions(Completions):
             prompt = await self._prompts.make(conversation, held.images, context_max)
             request = Request(id=own, tokens=prompt.tokens, sampling=prompt.limit(chat.sampling, context_max),
                               images=held.images, spans=prompt.spans, n=chat.n, deadline=deadline,
-                              arrived=record.arrived, client_id=ids.client(http))
+                              arrived=record.arrived, client_id=ids.client(http), whole=not chat.stream)
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
             return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary))], record, deadline,
-                        held.let_go)
+                        held)

@@ -87,12 +87,8 @@ class TextCompletions(Completions):
                 name = own if len(texts) == 1 else f"{own}-{index}"
                 request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline,
                                   sampling=prompt.limit(options.sampling, context_max),
-                                  arrived=record.arrived, client_id=ids.client(http))
+                                  arrived=record.arrived, client_id=ids.client(http), whole=not options.stream)
                 context.admission.check(request)
                 parts.append(Part(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.unknown))
-            return Turn(http, options, parts, record, deadline, _nothing)
-
-
-def _nothing() -> None:
-    """Text has no images to let go."""
+            return Turn(http, options, parts, record, deadline)

@@ -49,6 +49,11 @@ def fault(error: BaseException) -> EpddError | None:
     return None
 
 
+def card(name: str) -> str:
+    """What "cuda:N" is, in its maker's words."""
+    return str(torch.cuda.get_device_name(name))
+
+
 class _Handle(ctypes.Structure):
     """cudaIpcMemHandle_t: passed by value."""
 

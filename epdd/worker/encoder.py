@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from epdd import families, wire
 from epdd.arena import Mapping
@@ -25,6 +24,7 @@ from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker import load, prepack, preprocess
 from epdd.worker.bootstrap import name_thread
 from epdd.worker.loop import Send, failed
+from epdd.worker.tower import FoldedPatchEmbed
 
 # Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
 # 1.01 times at 784, so images beyond this many patches run alone.
@@ -39,32 +39,6 @@ class Job:
 
     message: wire.Encode
     patches: Future[NDArray[np.uint8]]
-
-
-class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
-    """The tower's patch convolution as one product on bytes.
-
-    Rescaling, normalisation and the second frame of a still (a copy of the first) are folded into weight
-    and bias, in float64.  Not for video, whose frames differ.
-    """
-
-    def __init__(self, convolution: nn.Conv3d, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        weight = convolution.weight.detach().double().sum(2)            # [out, channels, patch, patch]
-        mean64, std64 = (torch.tensor(x, dtype=torch.float64, device=weight.device) for x in (mean, std))
-        shift = -(weight.sum((2, 3)) * (mean64 / std64)).sum(1)
-        if convolution.bias is not None:
-            shift = shift + convolution.bias.detach().double()
-        scaled = weight / (255.0 * std64)[None, :, None, None]
-        kind = convolution.weight.dtype
-        self.product = nn.Linear(scaled[0].numel(), len(scaled), device=weight.device, dtype=kind).requires_grad_(False)
-        self.product.weight.copy_(scaled.flatten(1))
-        self.product.bias.copy_(shift)
-        self._kind = kind
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[n, channels * patch * patch] bytes to [n, out]."""
-        return self.product(patches.to(self._kind))
 
 
 class Encoder:

@@ -11,7 +11,7 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
-from epdd.dispatch.pipeline import Pipeline
+from epdd.dispatch.pipeline import Again, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
 from epdd.fleet.process import ForkServer
@@ -46,7 +46,9 @@ class Fleet:
         """Token ids of each choice."""
         answers = {}
         async for index, event in self.pipeline.run(request):
-            if isinstance(event, Tokens):
+            if isinstance(event, Again):
+                answers.clear()
+            elif isinstance(event, Tokens):
                 answers.setdefault(index, []).extend(event.ids)
             elif isinstance(event, Done):
                 answers.setdefault(index, []).append("end")
@@ -70,11 +72,15 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), **manners):
-    """Start the fleet and wait for it unless manners say it cannot come up."""
+async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), devices={}, peers=(),
+                  **manners):
+    """Start the fleet and wait for it unless manners say it cannot come up.
+
+    `devices`: by name, of the workers that are not on CPUs; `peers`: whose GPU memory prefill-decode workers can open.
+    """
     names = [("encoder", i) for i in range(encoders)] + [("pd", i) for i in range(pds)]
-    specs = [WorkerSpec(f"{role}/{i}", role, "cpu", (), None, 1, json.dumps(manners), arena_bytes=arena_bytes)
-             for role, i in names]
+    specs = [WorkerSpec(f"{role}/{i}", role, devices.get(f"{role}/{i}", "cpu"), (), None, 1, json.dumps(manners),
+                        arena_bytes=arena_bytes, peers=peers) for role, i in names]
     leases = Leases(arena_bytes, cache_bytes)
     fleet = None
 

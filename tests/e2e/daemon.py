@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -109,9 +109,12 @@ class Daemon:
 
 
 @contextmanager
-def running(model=None, **settings):
-    """A daemon on a free port with its own admin socket; `settings` as section__key=value."""
-    with tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
+def running(model=None, folder=None, **settings):
+    """A daemon on a free port with its own admin socket, in `folder` if one is given; `settings` as section__key=value.
+
+    It may be killed meanwhile.
+    """
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
         folder = Path(folder)
         command = [sys.executable, "-m", "epdd", "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
                    "--set", "arena.bytes=0x4000000", "--set", "pd.kv_tokens=16384"]

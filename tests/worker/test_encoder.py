@@ -11,7 +11,7 @@ from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.errors import ProtocolError
-from epdd.worker import encoder
+from epdd.worker import encoder, tower
 from tests import checkpoints
 from tests.worker import pd
 
@@ -69,7 +69,7 @@ def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[
     folder = checkpoint(family)
     facts = families.load(folder)
     untouched = checkpoints.whole_model(folder).model.visual.patch_embed
-    folded = encoder.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
+    folded = tower.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
     image = checkpoints.picture(300, 200)
     values, _ = checkpoints.pixel_values(folder, [image])
     file = io.BytesIO()

@@ -25,6 +25,7 @@ from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
+from epdd.worker.native import layer
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
 
@@ -55,7 +56,6 @@ class Engine(Intake[Request]):
         self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
-        prepack.pack(self.model)
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
         # Its name in transformers 5.17, and later.
@@ -70,6 +70,11 @@ class Engine(Intake[Request]):
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
+        if layer.install(self.model, self._pool):
+            self._head = self.model.get_output_embeddings()
+            prepack.leave_unpacked(self.model)
+        else:
+            prepack.pack(self.model)
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)

@@ -48,6 +48,7 @@ class WorkerSpec:
     context_max: int = 0            # tokens; 0: what the checkpoint says
     pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
     peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
+    kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"

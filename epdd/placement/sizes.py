@@ -51,7 +51,7 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     for i, seat in enumerate(pds):
         kv_bytes = _kv_bytes(config, seat, topology, pds)
         made.append(replace(_seated(common, seat, i), kv_tokens=config.pd.kv_tokens, kv_bytes=kv_bytes,
-                            prefix_cache=config.pd.prefix_cache))
+                            kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache))
     return made
 
 

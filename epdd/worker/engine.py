@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, ModelError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, cuda, inputs, kv, load, prepack
+from epdd.worker import attention, cuda, inputs, kv, load, native, norm, prepack
 from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
@@ -37,9 +37,9 @@ KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec mad
 class Logits:
     """What a step found for the rows whose next token is wanted, in batch order."""
 
-    rows: torch.Tensor          # float32 [wanted, vocab]
-    highest: list[float]        # of each row: its largest, or NaN where there is one
-    best: list[int]             # the token it belongs to
+    rows: Sequence[torch.Tensor]    # float32 [vocab] each
+    highest: list[float]            # of each row: its largest, or NaN where there is one
+    best: list[int]                 # the token it belongs to
 
 
 class Engine(Intake[Request]):
@@ -63,16 +63,19 @@ class Engine(Intake[Request]):
         self._cache_name = "cache" if "cache" in named else "past_key_values"
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
+        self._kv_dtype = self._pick_kv_dtype(spec)
         kv_tokens = self._kv_tokens(spec, context)
         self.context_max = min(context, kv_tokens)
         try:
-            self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+            self._pool = kv.Pool(self._text.config, kv_tokens, self._kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
-        if layer.install(self.model, self._pool):
+        self._kernels = layer.install(self.model, self._pool)
+        if self._kernels:
             self._head = self.model.get_output_embeddings()
             prepack.leave_unpacked(self.model)
+            norm.fuse(self.model)
         else:
             prepack.pack(self.model)
         self._caches = spec.prefix_cache
@@ -197,6 +200,16 @@ class Engine(Intake[Request]):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
+        # The first sequences decode.  Beside a long chunk they are computed apart, by the same kernels as ever: so
+        # their values do not depend on their company, for the price of reading the weights once more.
+        first = next((i for i, (_, count) in enumerate(batch.chunks) if count > 1), 0)
+        if self._kernels and first and sum(count for _, count in batch.chunks) > native.ROWS_MAX:
+            parts = [self._compute(Batch(batch.chunks[part]), layout[part]) for part in (slice(first), slice(first, None))]
+            return Logits([row for part in parts for row in part.rows], [x for part in parts for x in part.highest],
+                          [token for part in parts for token in part.best])
+        return self._compute(batch, layout)
+
+    def _compute(self, batch: Batch[Request], layout: list[tuple[int, int, int]]) -> Logits:
         ids = torch.tensor(inputs.ids(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
@@ -276,9 +289,15 @@ class Engine(Intake[Request]):
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)
 
+    def _pick_kv_dtype(self, spec: wire.WorkerSpec) -> torch.dtype:
+        """A GPU's kernels take keys and values in the weights' type only."""
+        if spec.kv_dtype == "auto" or self._device.type != "cpu":
+            return self.dtype
+        return cast(torch.dtype, getattr(torch, spec.kv_dtype))
+
     def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
         """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
-        each = kv.bytes_per_token(self._text.config, self.dtype)
+        each = kv.bytes_per_token(self._text.config, self._kv_dtype)
         tokens = spec.kv_tokens or min((spec.kv_bytes or KV_BYTES_DEFAULT) // each,
                                        FULL_CONTEXTS_MAX * (context + KV_UNIT))
         tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT

@@ -7,6 +7,7 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from epdd.worker.loop import Send, failed
 from epdd.worker.native import layer
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, Batch, Scheduler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Engine(Intake[Request]):
             norm.fuse(self.model)
         else:
             prepack.pack(self.model)
+        log.info("%s decode kernels=%s", spec.name, native.instructions() if self._kernels else "none")
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)

@@ -79,6 +79,12 @@ def library() -> ctypes.CDLL | None:
     return found if found.epdd_instructions() else None
 
 
+def instructions() -> str:
+    """What the kernels compute with, for people; empty without kernels."""
+    found = library()
+    return "" if found is None else str(found.epdd_instructions().decode())
+
+
 def takes(linear: nn.Linear) -> bool:
     """Whether the kernels can multiply by it."""
     weight = linear.weight

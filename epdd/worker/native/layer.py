@@ -109,7 +109,7 @@ def _fits(layer: nn.Module) -> bool:
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def _error(layer: Layer, text: Any, pool: kv.Pool) -> float:
     """How far the kernels' hidden states are from transformers', over two tokens of each trial sequence."""
-    hidden = layer.original.input_layernorm.weight
+    hidden = layer.original.input_layernorm.weight      # for its size, type and device
     named = inspect.signature(layer.original.forward).parameters
     name = "cache" if "cache" in named else "past_key_values"
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +117,8 @@ def _error(layer: Layer, text: Any, pool: kv.Pool) -> float:
     for past in range(TRIAL_TOKENS):
         states = torch.randn(1, TRIAL_ROWS, len(hidden), generator=generator).to(hidden.dtype)
         plan = attention.plan([(1, row * TRIAL_TOKENS, past) for row in range(TRIAL_ROWS)], hidden.device)
-        angles = text.rotary_emb(states, torch.full((3, 1, TRIAL_ROWS), 5 + past))
+        # Another position on each axis: how families join the three is transformers' to do, before any layer.
+        angles = text.rotary_emb(states, torch.arange(3 * TRIAL_ROWS).view(3, 1, TRIAL_ROWS) + past)
         found = layer(states, angles, plan)
         wanted = layer.original(states, position_embeddings=angles, attention_mask=None, plan=plan,
                                 **{name: pool.at(plan.slots)})

@@ -12,6 +12,7 @@ from torch import nn
 
 from epdd.worker import attention, kv, load, native
 from epdd.worker.native import layer
+from epdd.worker.scheduler import KV_UNIT
 from tests import checkpoints
 from tests.worker import pd
 
@@ -230,7 +231,7 @@ def test_keys_and_values_in_half_the_memory(checkpoint: Callable[..., str], monk
         found[kv_dtype] = SimpleNamespace(
             tokens=bench.engine._scheduler.capacity, dtype=bench.engine._pool.layer(0)[0].dtype,
             logprobs=[m.logprobs[0].logprob for m in bench.of("x") if isinstance(m, pd.wire.Tokens)])
-    assert found["bfloat16"].tokens // pd.engine.KV_UNIT == 2 * found["auto"].tokens // pd.engine.KV_UNIT
+    assert found["bfloat16"].tokens // KV_UNIT == 2 * found["auto"].tokens // KV_UNIT
     assert (found["auto"].dtype, found["bfloat16"].dtype) == (torch.float32, torch.bfloat16)
     assert found["bfloat16"].logprobs[0] == pytest.approx(found["auto"].logprobs[0], abs=0.1)
     assert found["bfloat16"].logprobs[0] != found["auto"].logprobs[0]

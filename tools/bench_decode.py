@@ -3,7 +3,7 @@
     python tools/bench_decode.py --out build/decode
 
 A step reads all weights of the language model once, whatever the batch: its limit is the rate at which the same threads
-read memory, measured before each round.  Every contestant loads the same random checkpoint (tools/random_model.py) in
+read memory, measured before each round; the highest found holds for all.  Every contestant loads the same random checkpoint (tools/random_model.py) in
 turn, decodes batches of equal prompts for it, and computes one prefill of 512 tokens.  Steps are timed one by one;
 what is told are medians over the rounds, and whether the tokens are transformers'.
 
@@ -46,8 +46,9 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 class Found:
     """Of one contestant with one checkpoint; a batch's values are medians over the rounds."""
 
+    weight_bytes: int = 0                                       # that a step reads
+    read_rates: list[float] = field(default_factory=list)       # bytes a second, as memory gave them meanwhile
     step_s: dict[int, float] = field(default_factory=dict)
-    share: dict[int, float] = field(default_factory=dict)       # of the limit
     tokens: dict[int, list[list[int]]] = field(default_factory=dict)
     prefill: float = 0.0                                        # tokens a second
 
@@ -78,9 +79,11 @@ def main() -> None:
                 if not (folder / "model.safetensors").exists():
                     random_model.build(folder, random_model.SHAPES[shape], dtype)
                 found = {name: measure(name, str(folder), dtype, args) for name in args.contestants}
-                tell(report, f"{shape} {dtype}", found, args)
+                limit = max(rate for one in found.values() for rate in one.read_rates)
+                tell(report, f"{shape} {dtype}", found, limit)
                 panels.append(plots.Panel(f"{shape} {dtype}", "share of the bandwidth limit", {
-                    name: sorted(one.share.items()) for name, one in found.items()}))
+                    name: [(batch, one.weight_bytes / seconds / limit) for batch, seconds in one.step_s.items()]
+                    for name, one in found.items()}))
     report.plot("decode", f"Decode, {args.threads} threads, {args.clock} clock", "batch", panels)
     report.close(threads=args.threads, clock=args.clock, rounds=args.rounds, steps=args.steps)
 
@@ -89,18 +92,17 @@ def measure(name: str, folder: str, dtype: str, args: argparse.Namespace) -> Fou
     make = Transformers if name == "transformers" else Epdd
     with kernels(name == "epdd"):
         contestant = make(folder, dtype, args)
-    found = Found()
+    found = Found(contestant.weight_bytes)
     buffer = torch.ones(READ_BYTES // 4)
     for batch in args.batches:
         prompts = [prompt(args.prompt, seed) for seed in range(batch)]
         contestant.decode(prompts, 3)       # warms up
-        steps, shares = [], []
+        steps = []
         for _ in range(args.rounds):
-            limit = READ_BYTES / least(buffer.sum, args.clock)
+            found.read_rates.append(READ_BYTES / least(buffer.sum, args.clock))
             seconds, found.tokens[batch] = contestant.decode(prompts, args.steps)
             steps.append(seconds)
-            shares.append(contestant.weight_bytes / seconds / limit)
-        found.step_s[batch], found.share[batch] = statistics.median(steps), statistics.median(shares)
+        found.step_s[batch] = statistics.median(steps)
     long = prompt(PREFILL, 1 << 20)
     contestant.prefill(long)
     found.prefill = PREFILL / statistics.median(contestant.prefill(long) for _ in range(args.rounds))
@@ -216,13 +218,14 @@ class Transformers:
         return self._now() - began
 
 
-def tell(report: Report, title: str, found: dict[str, Found], args: argparse.Namespace) -> None:
+def tell(report: Report, title: str, found: dict[str, Found], limit: float) -> None:
+    report.say(f"{title}: memory is read at {limit / 1e9:.1f} GB/s")
     base = found.get("transformers")
     rows = []
     for name, one in found.items():
         for batch, seconds in one.step_s.items():
             same = None if base is None else alike(one.tokens[batch], base.tokens[batch])
-            rows.append([name, batch, 1e3 * seconds, batch / seconds, 100 * one.share[batch],
+            rows.append([name, batch, 1e3 * seconds, batch / seconds, 100 * one.weight_bytes / seconds / limit,
                          None if base is None else base.step_s[batch] / seconds, same])
     report.table(f"{title}: a decode step", ["", "batch", "ms", "tokens/s", "% of limit", "x transformers",
                                              "same tokens"], rows)

@@ -70,7 +70,8 @@ class Engine(Intake[Request]):
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
-        self._kernels = layer.install(self.model, self._pool)
+        # They read the plan that the attention for CPUs makes.
+        self._kernels = self.attention == attention.NAME and layer.install(self.model, self._pool)
         if self._kernels:
             self._head = self.model.get_output_embeddings()
             prepack.leave_unpacked(self.model)

@@ -3,9 +3,9 @@
     python tools/bench_decode.py --out build/decode
 
 A step reads all weights of the language model once, whatever the batch: its limit is the rate at which the same threads
-read memory, measured before each round; the highest found holds for all.  Every contestant loads the same random checkpoint (tools/random_model.py) in
-turn, decodes batches of equal prompts for it, and computes one prefill of 512 tokens.  Steps are timed one by one;
-what is told are medians over the rounds, and whether the tokens are transformers'.
+read memory, measured before each round; the highest found holds for all.  The contestants take turns with the same
+random checkpoint (tools/random_model.py), decode the same prompts and compute one prefill of 512 tokens.  Steps are
+timed one by one; what is told are medians over the rounds, and whether the tokens are transformers'.
 
 On a machine that others use at the same time, `--threads 1 --clock cpu` counts only the time that the thread ran.
 """

@@ -60,7 +60,8 @@ def test_content_survives_growing_moving_and_spreading(steps: list[tuple[int, in
 def test_attention_equals_dense_attention_over_each_sequence() -> None:
     torch.manual_seed(0)
     target = pool(32)
-    lengths = {"a": (70, 1), "b": (0, 50), "c": (90, 30), "d": (5, 1), "e": (0, 300), "f": (40, 600)}     # computed before, rows of this batch
+    lengths = {"a": (70, 1), "b": (0, 50), "c": (90, 30), "d": (5, 1), "e": (0, 300),
+               "f": (40, 600)}     # computed before, rows of this batch
     pasts = {}
     for owner, (past, count) in lengths.items():
         target.hold(owner, past + count)

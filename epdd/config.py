@@ -112,7 +112,7 @@ class Fleet:
     well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
     poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
-    stall_s: float = 15.0                   # an idle worker's silence that counts as a hang
+    stall_s: float = 15.0                   # silence of a worker that stands still: it hangs
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,9 @@ class Emulation:
 @dataclass(frozen=True)
 class Log:
     level: str = "info"
+    requests: str = ""                      # file of the request log; empty: none
+    requests_bytes_max: int = 64 << 20      # then it becomes FILE.1
+    requests_kept: int = 4                  # files that are full
 
 
 @dataclass(frozen=True)

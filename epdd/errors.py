@@ -143,6 +143,12 @@ class NoWorker(CapacityError):
     retry_after_s = 5
 
 
+class OutOfMemory(CapacityError):
+    """A device has no memory for this work, tried alone and once more."""
+
+    code = "out_of_memory"
+
+
 # --- a worker's fault: 5xx, counted and logged with the request id
 
 
@@ -179,6 +185,13 @@ class WorkerFailed(WorkerError):
     code = "worker_failed"
 
 
+class DeviceError(WorkerError):
+    """A GPU failed under this process, for good: the worker ends, and its GPU is looked at before the next one."""
+
+    code = "device_error"
+    exit_code = 79      # not StartupError's: on a GPU that is still there a new process may well do
+
+
 class ProtocolError(EpddError):
     """A peer broke the wire format: a bug; the worker is replaced."""
 
@@ -186,13 +199,20 @@ class ProtocolError(EpddError):
 
 
 def from_wire(code: str, message: str) -> EpddError:
-    """The exception for a `wire.Failed`: image faults are the client's, all else the worker's."""
+    """The exception for a `wire.Failed`: image faults are the client's, all else the worker's.
+
+    WorkerLost comes from a prefill-decode worker whose source of rows was lost: an encoder's GPU memory.
+    """
     if code in IMAGE_CODES:
         return MediaError(message, code=code)
     if code == ContextLength.code:
         return ContextLength(message)
     if code == BadRequest.code:
         return BadRequest(message)
+    if code == OutOfMemory.code:
+        return OutOfMemory(message)
+    if code == WorkerLost.code:
+        return WorkerLost(message)
     return WorkerFailed(message, code=code)
 
 

@@ -3,7 +3,8 @@
 Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
 JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
 ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
-bytes on which it stops for ever), garble (image bytes on which it breaks the wire format).
+bytes on which it stops for ever), spin (image bytes over which it computes for spin_s, without a word), garble (image
+bytes on which it breaks the wire format).
 """
 
 import hashlib
@@ -79,12 +80,19 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if raw == self.manners.get("hang", "").encode() != b"":
             time.sleep(3600)
+        if raw == self.manners.get("spin", "").encode() != b"":
+            end = time.monotonic() + self.manners["spin_s"]
+            while time.monotonic() < end:
+                pass
         if raw == self.manners.get("garble", "").encode() != b"":
             self.sock.sendall(b"\x00\x00\x00\x01 this is no frame")
             time.sleep(3600)
         time.sleep(self.manners.get("encode_s", 0))
         if raw.startswith(b"broken"):
             self.say(Failed(message.id, "image_parse_error", "the image is damaged"))
+            return
+        if raw.startswith(b"no memory"):
+            self.say(Failed(message.id, "out_of_memory", "there is no memory for this"))
             return
         self.arena.view(message.lease)[:4] = fingerprint(raw).to_bytes(4, "little")
         size = 5 if raw == b"lie" else message.lease.size // 2

@@ -197,7 +197,7 @@ async def run(args):
     try:
         async with live.running(PROFILE, sets) as daemon:
             await until_open(args.port)
-            await measure(args, daemon.url, daemon.status()["pid"],
+            await measure(args, daemon.chat_url, daemon.pid,
                           f"http://127.0.0.1:{args.port}/v1/chat/completions", baseline.pid)
     finally:
         baseline.terminate()

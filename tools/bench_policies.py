@@ -63,7 +63,8 @@ async def measure(args: argparse.Namespace, fleet: Sequence[Encoder], requests: 
     bodies = [live.body(each, "What is this?", rng, max_tokens=1) for each in sizes]
     async with live.running(live.profile(changing or fleet, args.scale), settings) as daemon:
         began = daemon.ready_at[fleet[-1].name] + LEAD_S if changing else None
-        answers = await live.open_loop(daemon.url, [request.at / args.scale for request in requests], bodies, began)
+        times = [request.at / args.scale for request in requests]
+        answers = await live.open_loop(daemon.chat_url, times, bodies, began)
     run = Run([(answer.first - answer.sent) * args.scale for answer in answers], simulated)
     late = live.late(answers)
     note = f"; {late} sent late" if late else ""

@@ -13,52 +13,22 @@ import base64
 import http.client
 import io
 import json
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
+from urllib.parse import urlsplit
 
+import launch
 import numpy as np
 from PIL import Image
 
-from epdd.ctl import client
-
-START_S = 300
 QUESTIONS = ("What do these pictures have in common?", "Now list what differs between them, one by one.")
 
 
-@contextmanager
 def daemon(model, cache, settings):
-    """The port of a daemon that is ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "admin.sock"
-        command = [sys.executable, "-m", "epdd", "--port", "0", "--set", f"admin.socket={path}", "--set",
-                   "log.level=error", "--set", f"pd.prefix_cache={str(cache).lower()}"]
-        for setting in settings:
-            command += ["--set", setting]
-        process = subprocess.Popen([*command, *(["--model", model] if model else [])], stdout=subprocess.DEVNULL)
-        try:
-            yield port(path, process)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def port(path, process):
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            status = client.ask(path, "status")
-            if status["state"] == "ready":
-                return status["listen"]["port"]
-        except (OSError, client.CtlError):
-            pass
-        time.sleep(0.1)
-    sys.exit("the daemon did not become ready")
+    return launch.Daemon(*(["--model", model] if model else []),
+                         settings=[f"pd.prefix_cache={str(cache).lower()}", *settings])
 
 
 def pictures(count, side, seed):
@@ -101,7 +71,11 @@ def main():
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with ExitStack() as stack:
-        ports = {name: stack.enter_context(daemon(args.model, name == "on", args.set)) for name in ("on", "off")}
+        daemons = {name: stack.enter_context(daemon(args.model, name == "on", args.set)) for name in ("on", "off")}
+        ports = {}
+        for name, one in daemons.items():
+            one.ready()
+            ports[name] = urlsplit(one.url).port
         seconds = {(name, question): [] for name in ports for question in (1, 2)}
         usages = {}
         for seed in range(args.rounds + 1):

@@ -56,7 +56,7 @@ async def measure(args: argparse.Namespace, setup: str, rate: float) -> Run:
     async with live.running(PROFILE, settings) as daemon:
         most = [0]
         looking = asyncio.create_task(_look(daemon, most))
-        answers = await live.open_loop(daemon.url, [request.at / args.scale for request in arrivals], bodies)
+        answers = await live.open_loop(daemon.chat_url, [request.at / args.scale for request in arrivals], bodies)
         looking.cancel()
     assert all(answer.tokens == OSL for answer in answers)
     seconds = (max(answer.last for answer in answers) - min(answer.sent for answer in answers)) * args.scale

@@ -1,6 +1,6 @@
 """The real daemon over an emulated fleet, and requests that come whether or not earlier ones are done.
 
-Shared by the live benchmarks.  Each daemon is a child of ours on a free port, and is stopped by its process id.
+Shared by the live benchmarks.
 """
 
 from __future__ import annotations
@@ -10,27 +10,21 @@ import base64
 import io
 import json
 import random
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import aiohttp
+import launch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from simulator import Encoder
 
-from epdd.ctl import client
 from epdd.pace import EncoderGroup, Formula
 
-ROOT = Path(__file__).resolve().parents[1]
-START_S, STOP_S = 120.0, 60.0
+LOOK_S = 0.02               # how exactly it is known when a worker was ready
 LATE_S = 0.02               # a request sent so much after its time was not sent in time
 
 # Prefill and decode that take next to nothing (a worker needs a millisecond itself), and embeddings of a few bytes:
@@ -72,65 +66,35 @@ def _encoder(group: EncoderGroup) -> str:
             f"slow = [{slow}]\n")
 
 
-class Daemon:
+class Daemon(launch.Daemon):
     """`async with Daemon(profile, settings) as daemon`: ready to serve, and stopped whatever happens."""
 
     def __init__(self, emulated: str, settings: Iterable[str]) -> None:
         """`emulated`: a profile's name, or its text."""
-        self._folder = tempfile.TemporaryDirectory(prefix="epdd-bench-")
-        folder = Path(self._folder.name)
+        super().__init__(settings=settings)
         if "\n" in emulated:
-            (folder / "profile.toml").write_text(emulated)
-            emulated = str(folder / "profile.toml")
-        self._socket, self._log = folder / "admin.sock", folder / "log"
+            path = self.folder / "profile.toml"
+            path.write_text(emulated)
+            emulated = str(path)
+        self.command += ["--emulate", emulated]
         self.ready_at: dict[str, float] = {}        # by worker, of this machine's clock: its emulated clock's 0
-        self._command = [sys.executable, "-m", "epdd", "--emulate", emulated, "--port", "0",
-                         "--set", f"admin.socket={self._socket}", "--set", "log.level=warning"]
-        for setting in settings:
-            self._command += ["--set", setting]
-
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = client.ask(self._socket, "status")
-        return status
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
 
     async def __aenter__(self) -> Daemon:
-        # Who ends the benchmark ends its daemon: on SIGTERM, too, everything is left in order.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with open(self._log, "w") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=ROOT)
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                status = self.status()
-                for worker in status["workers"]:
-                    if worker["state"] == "READY":
-                        self.ready_at.setdefault(worker["name"], time.monotonic())
-                if status["state"] == "ready":
-                    break
-            except (OSError, client.CtlError):
-                pass
-            if self._process.poll() is not None or time.monotonic() > end:
-                await self.__aexit__(None, None, None)
-                raise SystemExit("the daemon did not come up")
-            await asyncio.sleep(0.02)
-        self.url = f"http://127.0.0.1:{status['listen']['port']}/v1/chat/completions"
+        self.__enter__()
+        try:
+            await asyncio.to_thread(self.ready, self._see, LOOK_S)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(self._process.wait, STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()        # its workers end with it
-            self._process.wait()
-        if self._process.returncode:
-            print(self.log[-4000:], file=sys.stderr)
-        self._folder.cleanup()
+    def _see(self, status: dict[str, Any]) -> None:
+        for worker in status["workers"]:
+            if worker["state"] == "READY":
+                self.ready_at.setdefault(worker["name"], time.monotonic())
+
+    async def __aexit__(self, *why: Any) -> None:
+        await asyncio.to_thread(self.__exit__, *why)
 
 
 class Answered(NamedTuple):

@@ -39,6 +39,7 @@ class Subject:
         self._admin = folder / "admin.sock"
         self._log = folder / "log"
         self.url = ""
+        self.spared = ""        # a worker that no fault is to hit
 
     async def start(self) -> None:
         """Until it is ready."""
@@ -106,10 +107,10 @@ class Subject:
                     None)
 
 
-def private_bytes(pid: int) -> int:
-    """Memory of its own, without files and what it shares with the arena's other users."""
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Anonymous:"))
+def resident_bytes(pid: int) -> int:
+    """Resident memory but for the arena, whose size is fixed."""
+    with open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssFile:")))
 
 
 def descriptors(pid: int) -> int:

@@ -13,7 +13,7 @@ from soak_daemon import SETTINGS, Json, Subject
 from soak_load import FITS, LEFT, REFUSED, RIGHT, Flight, Load
 
 PAUSE_S = 1.5           # how long a short stop or a drain lasts
-READY_S = 300.0         # a hung worker with work has up to two minutes of excuse
+READY_S = 300.0         # a machine may be slow, but not so slow
 GRACE_S = 1.0           # an error may still be on its way when all are READY
 
 Fault = Callable[[Subject, random.Random], Awaitable[Callable[[Json], bool]]]
@@ -25,16 +25,20 @@ class Row:
 
     flights: list[Flight] = field(default_factory=list)     # in flight when one came
     ready_s: list[float] = field(default_factory=list)
+    fitting: tuple[str, ...] = (FITS,)                      # how else than right a request may end
 
     def cells(self) -> list[str]:
         ended = [flight.outcome for flight in self.flights]
-        due, error = sum(outcome in (RIGHT, REFUSED, LEFT) for outcome in ended), ended.count(FITS)
+        due = sum(outcome in (RIGHT, REFUSED, LEFT) for outcome in ended)
+        error = sum(outcome in self.fitting for outcome in ended)
         return [str(count) for count in (len(self.ready_s), len(ended), due, error, len(ended) - due - error)] + [
             f"{statistics.median(self.ready_s):.2f}", f"{max(self.ready_s):.2f}"]
 
 
 async def _worker(subject: Subject, rng: random.Random) -> Json:
-    return dict(rng.choice((await subject.ask("status"))["workers"]))
+    """A victim."""
+    workers = (await subject.ask("status"))["workers"]
+    return dict(rng.choice([worker for worker in workers if worker["name"] != subject.spared]))
 
 
 def _other(worker: Json) -> Callable[[Json], bool]:
@@ -58,6 +62,15 @@ async def freeze(subject: Subject, rng: random.Random) -> Callable[[Json], bool]
     await asyncio.sleep(PAUSE_S)
     os.kill(worker["pid"], signal.SIGCONT)
     return _any
+
+
+async def freeze_daemon(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
+    """It must not take its own standing still for its workers'."""
+    before = {worker["pid"] for worker in (await subject.ask("status"))["workers"]}
+    subject.signal(signal.SIGSTOP)
+    await asyncio.sleep(PAUSE_S * 2)
+    subject.signal(signal.SIGCONT)
+    return lambda status: {worker["pid"] for worker in status["workers"]} == before
 
 
 async def hang(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
@@ -109,11 +122,11 @@ async def policy(subject: Subject, rng: random.Random) -> Callable[[Json], bool]
     return lambda status: status["router"]["policy"] == wanted
 
 
-SHORT: dict[str, Fault] = {
-    "kill -9 of a worker": kill, "SIGSTOP, then SIGCONT": freeze, "restart": restart, "drain, resume": drain,
-    "kill -9 of fork server and worker": kill_fork_server, "SIGHUP": reload, "SIGHUP, broken file": broken_reload,
-    "policy switch": policy}
-LONG = SHORT | {"SIGSTOP until replaced": hang}
+FAULTS: dict[str, Fault] = {
+    "`kill -9` of a worker": kill, "a worker is stopped for 1.5 s": freeze, "a worker is stopped for good": hang,
+    "`kill -9` of fork server and a worker": kill_fork_server, "the daemon is stopped for 3 s": freeze_daemon,
+    "`epdctl restart`": restart, "`epdctl drain`, then `resume`": drain, "`epdctl policy`": policy,
+    "SIGHUP": reload, "SIGHUP with a broken file": broken_reload}
 
 
 async def inject(fault: Fault, subject: Subject, load: Load, rng: random.Random, row: Row) -> None:
@@ -128,7 +141,10 @@ async def inject(fault: Fault, subject: Subject, load: Load, rng: random.Random,
 
 
 def table(rows: dict[str, Row]) -> str:
-    lines = [["FAULT", "TIMES", "IN FLIGHT", "AS DUE", "ERROR", "LOST", "READY s", "WORST s"],
+    """In Markdown; requests are those in flight when the fault came, seconds until all is READY again."""
+    lines = [["fault", "times", "requests", "as due", "fitting error", "lost", "READY s", "worst"],
              *([name, *row.cells()] for name, row in sorted(rows.items()) if row.ready_s)]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return "\n".join(f"| {' | '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])} |"
+                     for line in lines)

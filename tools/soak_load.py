@@ -19,13 +19,14 @@ import demo_talk
 import demo_world as world
 
 CLIENTS = 8
-ANSWER_S = 200.0        # longer than any excuse that a hung worker gets: then nobody answered
+ANSWER_S = 200.0        # then nobody answered: a worker that is stuck is replaced long before
 THINK_S = 0.05          # between two requests of a client, at most
 PICTURES = 48           # asked about again and again, half of the times as files that no cache has seen
 ABORT_S = 0.8           # a client leaves within so long
 FITTING = {"worker_lost", "no_worker", "image_rejected", "prompt_rejected"}     # around a fault
 
-RIGHT, REFUSED, LEFT, FITS, WRONG, UNANSWERED = "right", "refused", "left", "error", "WRONG", "UNANSWERED"
+RIGHT, REFUSED, LEFT, FITS, BROKEN = "right", "refused", "left", "error", "BROKEN"      # BROKEN: the connection
+WRONG, UNANSWERED = "WRONG", "UNANSWERED"
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,13 @@ class Load:
     def resume(self) -> None:
         self._go.set()
 
+    def stop(self) -> None:
+        """Nothing new is asked."""
+        self._go.clear()
+
     async def pause(self) -> None:
         """Until no request is in flight."""
-        self._go.clear()
+        self.stop()
         while self.flights:
             await asyncio.sleep(0.02)
 
@@ -139,12 +144,14 @@ class Load:
                 await self._ask(session, body, question.answer, flight)
         except TimeoutError:
             flight.outcome, flight.told = UNANSWERED, f"no answer to {question.text!r} in {ANSWER_S:.0f} s"
-        except (aiohttp.ClientError, json.JSONDecodeError, KeyError, IndexError) as error:
+        except aiohttp.ClientError as error:
+            flight.outcome, flight.told = BROKEN, f"{type(error).__name__}: {error}"
+        except (json.JSONDecodeError, KeyError, IndexError) as error:
             flight.outcome, flight.told = WRONG, f"{type(error).__name__}: {error}"
         finally:
             self.flights.discard(flight)
         self.outcomes[flight.outcome] += 1
-        if flight.outcome in (WRONG, UNANSWERED):
+        if flight.outcome in (BROKEN, WRONG, UNANSWERED):
             self.complaints.append(f"after {time.monotonic() - flight.began:.1f} s: {flight.told}")
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any], truth: str, flight: Flight) -> None:

@@ -16,11 +16,11 @@ from epdd.dispatch.poison import Poison
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
 from epdd.dispatch.timing import TimeModel
-from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
+from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import Rate, State, Worker
+from epdd.fleet.worker import Rate, Worker
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 # An image that cost two workers their lives is not tried on a third.  The second time it goes alone, so that the
 # innocent who were with it the first time do not fail with it.
 ATTEMPTS_MAX = 2
-PATIENCE_FACTOR = 20.0      # silence excused for an image: so many times its predicted time,
-PATIENCE_MIN_S = 60.0       # and at least this
 SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
 
 
@@ -96,9 +94,9 @@ class Encoding:
 
     def pump(self) -> None:
         """Hand over whatever can start now.  Called after every change of queue or fleet."""
-        if self._supervisor.stopping or all(worker.state is State.FAILED for worker in self._workers.values()):
+        if self._supervisor.stopping or not any(worker.comes_back for worker in self._workers.values()):
             for job in self.router.take_all():
-                self._fail(job, NoWorker("no encoder can be started"))
+                self._fail(job, NoWorker("no encoder is in service"))
         now = time.monotonic()
         while (choice := self.router.assign(now)) is not None:
             self._hand_over(choice)
@@ -116,10 +114,9 @@ class Encoding:
         predicted_s = self.model(worker).predict(image.patches)
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
         message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
-        patience_s = max(PATIENCE_MIN_S, PATIENCE_FACTOR * predicted_s)
         self._leases.hold(embedding)
         try:
-            job.work = worker.start(message, image.data, image.patches, patience_s,
+            job.work = worker.start(message, image.data, image.patches, predicted_s,
                                     lambda event: self._ended(job, worker, event))
         except WorkerLost as error:
             self._leases.unhold(embedding)
@@ -143,7 +140,11 @@ class Encoding:
             error = from_wire(event.code, event.message)
             if error.status >= 500:
                 log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
-            self._fail(job, error)
+            # Alone there may be memory enough, or on another device.
+            if isinstance(error, OutOfMemory) and job.attempts < ATTEMPTS_MAX and embedding.refs:
+                self.router.submit_again(job)
+            else:
+                self._fail(job, error)
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
             if embedding.refs:

@@ -118,6 +118,21 @@ class Leases:
             self._waiting[0].set()
 
     def _try(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]] | None:
+        got = self._fit(images, sizes)
+        if got is None and self._only_cached:
+            # Nobody will give anything back.  In the way are cached embeddings, the request's own among them, and the
+            # holes between: an empty arena has room for whatever may wait.
+            for embedding in list(self._idle.values()):
+                self._evict(embedding)
+            got = self._fit(images, sizes)
+        return got
+
+    @property
+    def _only_cached(self) -> bool:
+        """Every byte that is not free is kept for reuse, and touched by nobody."""
+        return self.used_bytes == self.cached_bytes and not any(entry.holds for entry in self._idle.values())
+
+    def _fit(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]] | None:
         fresh: dict[str, Embedding] = {}
         wanted: list[Embedding] = []
         # Want the present ones first, so that making room cannot evict them.
@@ -155,9 +170,12 @@ class Leases:
             victim = next((e for e in self._idle.values() if e.holds == 0), None)
             if victim is None:
                 return None
-            self._drop(victim)
-            self.counts.evictions += 1
+            self._evict(victim)
         return offset
+
+    def _evict(self, embedding: Embedding) -> None:
+        self._drop(embedding)
+        self.counts.evictions += 1
 
     def _want(self, embedding: Embedding) -> None:
         embedding.refs += 1
@@ -187,8 +205,7 @@ class Leases:
 
     def _trim(self) -> None:
         while self._idle and self.cached_bytes > self.cache_limit:
-            self._drop(next(iter(self._idle.values())))
-            self.counts.evictions += 1
+            self._evict(next(iter(self._idle.values())))
 
     def hold(self, embedding: Embedding) -> None:
         """A work that touches the bytes begins."""

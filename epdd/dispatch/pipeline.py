@@ -24,7 +24,11 @@ from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Spa
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
-PATIENCE_S = 120.0          # silence excused for a step: a long prefill chunk of a large model on few cores
+
+
+class Again:
+    """All choices begin anew: what came of them before is void."""
+
 
 Answer = tuple[int, Prefilled | Tokens | Done]
 
@@ -47,30 +51,33 @@ class Pipeline:
         self._changed.set()
         self._encoding.fleet_changed()
 
-    async def run(self, request: Request) -> AsyncGenerator[Answer, None]:
+    async def run(self, request: Request) -> AsyncGenerator[Answer | tuple[int, Again], None]:
         """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
 
         Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well, Rejected if
         both died by themselves.
         """
-        started, deaths = False, 0
+        deaths = 0
         with self._history.record(request) as trace:
             for attempt in range(1, ATTEMPTS_MAX + 1):
-                turn = _Turn(self._suspects if deaths else None)
+                turn, begun = _Turn(self._suspects if deaths else None), False
                 try:
                     async with aclosing(self._attempt(request, attempt, turn, trace)) as answers:
                         async for answer in answers:
-                            started = started or isinstance(answer[1], Tokens)
+                            begun = begun or isinstance(answer[1], Tokens)
                             yield answer
                     return
                 except WorkerLost as error:
                     trace.lost(error)
                     deaths += error.maybe_over_work
-                    if deaths == ATTEMPTS_MAX and not started:
+                    if deaths == ATTEMPTS_MAX and not begun:
                         raise self._encoding.poison.add_prompt(request) from None
-                    if started or attempt == ATTEMPTS_MAX or not error.retryable:
+                    sent = begun and not (request.whole and request.has_images)
+                    if sent or attempt == ATTEMPTS_MAX or not error.retryable:
                         raise
                     log.warning("%s is placed again: %s", request.id, error.message)
+                if begun:
+                    yield 0, Again()
 
     async def _attempt(self, request: Request, attempt: int, turn: _Turn,
                        trace: Trace) -> AsyncGenerator[Answer, None]:
@@ -194,7 +201,7 @@ class Pipeline:
             while held:
                 self._leases.unhold(held.pop())
 
-        work = worker.start(Generate(work_id, spans, sampling), tokens.tobytes(), cost, PATIENCE_S,
+        work = worker.start(Generate(work_id, spans, sampling), tokens.tobytes(), cost, worker.warm_up_s,
                             lambda event: events.put_nowait((index, event)))
         for embedding in held:
             self._leases.hold(embedding)

@@ -46,3 +46,9 @@ class Request:
     deadline: float = 0.0           # loop.time() by which it must be done; 0: none
     arrived: float = field(default_factory=time.monotonic)
     client_id: str = ""             # the client's own name for it, if any; need not be unique
+    whole: bool = False             # nobody sees a token before the last: what a lost worker began can begin anew
+
+    @property
+    def has_images(self) -> bool:
+        """Whether all that were sent are still there: its owner may let go of them after the first token."""
+        return bool(self.images) or not self.spans

@@ -58,6 +58,7 @@ class Family:
     vocab: int                  # rows of the embedding table: the ids a client may name
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
+    weights: str = ""           # which files they are, by families.weights; empty: not known
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches that an image of this size is resized to.

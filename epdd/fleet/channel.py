@@ -26,12 +26,12 @@ ANSWERS = {Encode: (Encoded, Failed, Cancelled), Generate: (Prefilled, Tokens, D
 class Work:
     """Something handed to a worker and not yet ended."""
 
-    def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, patience_s: float,
+    def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, expected_s: float,
                  sink: Callable[[Event], None]) -> None:
         self.id = message.id
         self.answers = ANSWERS[type(message)]   # what a worker may say to it
         self.cost = cost                    # patches, or tokens to prefill and decode; who gave it may lower it
-        self.patience_s = patience_s        # silence of the worker that this work excuses
+        self.expected_s = expected_s        # its longest step, by the worker's own measure
         self.ended = False
         self._channel = channel
         self._sink = sink
@@ -55,19 +55,27 @@ class Work:
         """Nobody listens any more; `on_end` still runs."""
         self._sink = _ignore
 
+    def give_up(self, error: EpddError) -> None:
+        """Tell who waits; the leases stay held until the work ends."""
+        self._tell(error)
+        self.mute()
+
     def deliver(self, event: Event) -> None:
         """An event for this work, from the channel alone."""
         # The sink first: it decides what becomes of a lease before the holds on it are let go.
         last = isinstance(event, LAST)
         self.ended = self.ended or last
+        self._tell(event)
+        if last:
+            for call in self._on_end:
+                call()
+
+    def _tell(self, event: Event) -> None:
         try:
             self._sink(event)
         except Exception:
             # A bug of ours: it must not keep the leases, nor the other works of a lost worker from ending.
             log.exception("%s was not taken by work %s", type(event).__name__, self.id)
-        if last:
-            for call in self._on_end:
-                call()
 
 
 def _ignore(event: Event) -> None:
@@ -111,7 +119,7 @@ class Channel:
             del self.works[message.id]
         work.deliver(message)
 
-    def start(self, message: Encode | Generate, raw: bytes, cost: int, patience_s: float,
+    def start(self, message: Encode | Generate, raw: bytes, cost: int, expected_s: float,
               sink: Callable[[Event], None]) -> Work:
         """Hand work over; its events go to `sink`, in order, in the event loop.
 
@@ -120,7 +128,7 @@ class Channel:
         assert message.id not in self.works, "work ids are unique"
         if self._failed is not None:
             raise self._failed
-        work = Work(self, message, cost, patience_s, sink)
+        work = Work(self, message, cost, expected_s, sink)
         self.works[work.id] = work
         self._write(pack(message, raw))
         return work
@@ -138,9 +146,9 @@ class Channel:
         return sum(work.cost for work in self.works.values())
 
     @property
-    def patience_s(self) -> float:
-        """The longest silence that the work in flight excuses."""
-        return max((work.patience_s for work in self.works.values()), default=0.0)
+    def expected_s(self) -> float:
+        """The longest step of the work in flight: for so long no beat can come."""
+        return max((work.expected_s for work in self.works.values()), default=0.0)
 
     def close(self) -> None:
         """Hang up: a living worker takes it as the order to exit."""
@@ -148,6 +156,12 @@ class Channel:
             self._writer.close()
         else:
             self._sock.close()
+
+    def give_up(self, error: EpddError) -> None:
+        """The process was killed and is not gone: nobody shall wait for it, but it may still touch its leases."""
+        self._failed = error
+        for work in list(self.works.values()):
+            work.give_up(error)
 
     def fail(self, error: EpddError) -> None:
         """End all work with `error`.  Invariant: only after the process has exited."""

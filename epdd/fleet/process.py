@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import time
 from importlib import import_module
 from typing import Any
 
@@ -55,13 +56,19 @@ class ForkServer:
         processes._children.discard(process)
         return Process(process)
 
+    @property
+    def pid(self) -> int | None:
+        """None: none runs."""
+        # multiprocess has no public way.
+        return getattr(forkserver._forkserver, "_forkserver_pid", None)
+
     def stop(self) -> None:
         """End the fork server, also in the middle of its imports; its children are not touched.
 
         The next spawn starts another.
         """
-        # multiprocess has no public way; without it a stop while torch loads would wait for the imports.
-        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        # By signal: any other way would wait for torch to be loaded.
+        pid = self.pid
         if pid is None:
             return
         try:
@@ -90,6 +97,7 @@ class Process:
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
+        self.killed_at: float | None = None     # of the monotonic clock
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -126,12 +134,34 @@ class Process:
         self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
         self.signal(signal.SIGKILL)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def effort(pid: int) -> tuple[int, int] | None:
+    """What the kernel has seen all threads of a process do so far: (ticks of CPU, pages that a disk had to bring).
+
+    None while one of them runs or waits for a CPU, and when the process is gone.  A process whose numbers stay the
+    same stands still: it is stopped, or waits inside a system call for something that does not come.
+    """
+    try:
+        states = [_stat(f"/proc/{pid}/task/{thread}/stat")[0] for thread in os.listdir(f"/proc/{pid}/task")]
+        _, faults, user, system = _stat(f"/proc/{pid}/stat")
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if "R" in states else (int(user) + int(system), int(faults))
+
+
+def _stat(path: str) -> tuple[str, str, str, str]:
+    """State, major faults, user and system ticks (proc(5): fields 3, 12, 14 and 15)."""
+    with open(path) as file:
+        fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
+    return fields[0], fields[9], fields[11], fields[12]
 
 
 def resident_bytes(pid: int) -> int | None:

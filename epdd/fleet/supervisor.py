@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from contextlib import suppress
 from epdd.config import Fleet
 from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
+from epdd.fleet import exits
 from epdd.fleet.channel import Channel
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
 from epdd.fleet.silence import SilenceWatch
@@ -36,7 +36,8 @@ class Supervisor:
         self._config = config
         self._fork_server = fork_server
         self._on_change = on_change
-        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop())
+        self._oom_kills = exits.OomKills()
+        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server, self._held)
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -72,7 +73,7 @@ class Supervisor:
         worker.drained = False
         if worker.state is State.DRAINING:
             self._set(worker, State.READY)
-        elif worker.state is State.FAILED and not self.stopping:
+        elif worker.state is State.FAILED and worker.process is None and not self.stopping:
             # Not FAILED from here on, or a second resume would put a second process beside it.
             self._set(worker, State.STARTING)
             self._begin(worker)
@@ -109,7 +110,7 @@ class Supervisor:
         for worker in [worker for worker in self.workers if worker.wanted and worker.name not in wanted]:
             worker.wanted = False
             changes.append(f"{worker.name} stops, there is no place for it")
-            if worker.state is State.FAILED:
+            if worker.state is State.FAILED and worker.process is None:
                 self.workers.remove(worker)
             else:
                 self.restart(worker.name)
@@ -216,6 +217,7 @@ class Supervisor:
                 raise
 
     async def _serve(self, worker: Worker, process: Process, channel: Channel) -> int:
+        oom_kills = self._oom_kills.watch(process.pid)
         reading = asyncio.create_task(channel.read(lambda message: self._heard(worker, message)))
         exiting = asyncio.create_task(process.wait())
         try:
@@ -234,31 +236,37 @@ class Supervisor:
         finally:
             reading.cancel()
             channel.close()
+        how = exits.describe(code, self._oom_kills.took(oom_kills))
         if code != 0 or not worker.fault:
-            worker.last_error = f"{describe_exit(code)}{': ' if worker.fault else ''}{worker.fault}"
+            worker.last_error = f"{how}{': ' if worker.fault else ''}{worker.fault}"
         else:
             worker.last_error = worker.fault
         worker.fault = ""
         self._set(worker, State.GONE)
         worker.failed += len(channel.works)
-        channel.fail(WorkerLost(f"{worker.name} was lost ({describe_exit(code)})",
+        channel.fail(WorkerLost(f"{worker.name} was lost ({how})",
                                 maybe_over_work=not worker.restarting and not self.stopping))
         return code
+
+    def _held(self, worker: Worker) -> None:
+        """The kernel does not let a killed process go; when it does, all goes on as after any death."""
+        if worker.state is not State.FAILED and worker.channel is not None:
+            pid = worker.process and worker.process.pid
+            worker.last_error = f"pid {pid} was killed and does not go: {worker.fault}"
+            log.error("%s %s", worker.name, worker.last_error)
+            self._set(worker, State.FAILED)
+            worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", maybe_over_work=True))
 
     def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:
         if isinstance(message, Beat):
             worker.beat = message
         elif isinstance(message, Loading):
-            # A line a quarter of the weights: the journal shows progress, not each step of it.
-            quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, worker.loading)]
-            if message.stage == "weights" and quarters[0] != quarters[1]:
-                log.info("%s loading stage=%s done=%.0f%%", worker.name, message.stage, 100 * message.done)
-            worker.loading = message
+            worker.loads(message)
             self._tell(worker)
         elif isinstance(message, Failed):
             worker.fault = message.message
         elif not self.stopping:
-            worker.ready, worker.was_ready, worker.ready_at = message, True, time.monotonic()
+            worker.is_ready(message)
             if message.binding.warning:
                 log.warning("%s %s", worker.name, message.binding.warning)
             log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,
@@ -276,16 +284,6 @@ class Supervisor:
         except Exception:
             # A fault of who listens (a terminal that is gone, say) must not cost the worker or its keeper.
             log.exception("%s change was not taken", worker.name)
-
-
-def describe_exit(code: int) -> str:
-    """Exit code in words a person can act on."""
-    if code == -signal.SIGKILL:
-        return "killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer)"
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name
-    return f"exit code {code}"
 
 
 def _place(spec: WorkerSpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from epdd.errors import WorkerLost
 from epdd.fleet.channel import Channel, Event, Work
 from epdd.fleet.process import Process
 from epdd.wire import Beat, Encode, Generate, Loading, Ready, WorkerSpec
+
+log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 10.0
 
@@ -53,7 +56,9 @@ class Worker:
         self.ready: Ready | None = None         # of the living process
         self.was_ready = False                  # ever
         self.ready_at = 0.0                     # when the living process was ready
+        self.warm_up_s = 0.0                    # how long its warm-up took: a PD worker's is one full step
         self.loading = Loading("queued", 0.0)
+        self._stage_at = 0.0                    # when that stage began
         self.beat = Beat(0)
         self.hurry = asyncio.Event()            # set: start again without waiting any longer
         self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
@@ -81,6 +86,21 @@ class Worker:
         """It takes work, or will without an operator's word."""
         return self.takes_work or (self.wanted and not self.drained and self.state is not State.FAILED)
 
+    def loads(self, message: Loading) -> None:
+        """Progress before Ready."""
+        # A line a quarter of the weights: the journal shows progress, not each step of it.
+        quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, self.loading)]
+        if message.stage == "weights" and quarters[0] != quarters[1]:
+            log.info("%s loading stage=%s done=%.0f%%", self.name, message.stage, 100 * message.done)
+        if message.stage != self.loading.stage:
+            self._stage_at = time.monotonic()
+        self.loading = message
+
+    def is_ready(self, message: Ready) -> None:
+        """The end of the warm-up, which is the last stage."""
+        self.ready, self.was_ready, self.ready_at = message, True, time.monotonic()
+        self.warm_up_s = self.ready_at - self._stage_at
+
     def was_well(self, seconds: float) -> bool:
         """Whether the process, living or just dead, has been ready for so long."""
         return self.ready is not None and time.monotonic() - self.ready_at >= seconds
@@ -93,15 +113,12 @@ class Worker:
     def in_flight_cost(self) -> int:
         return self.channel.in_flight_cost if self.channel else 0
 
-    def start(self, message: Encode | Generate, raw: bytes, cost: int, patience_s: float,
+    def start(self, message: Encode | Generate, raw: bytes, cost: int, expected_s: float,
               sink: Callable[[Event], None]) -> Work:
-        """Hand work over.  Raises WorkerLost if the process is on its way out."""
+        """Hand over work whose longest step should take `expected_s`.
+
+        Raises WorkerLost if the process is on its way out.
+        """
         if self.channel is None or self.state not in (State.READY, State.DRAINING):
             raise WorkerLost(f"{self.name} is {self.state.value}")
-        return self.channel.start(message, raw, cost, patience_s, sink)
-
-    def silence_s(self, now: float) -> float:
-        """How long a living, ready worker has been silent beyond what its work excuses."""
-        if self.channel is None or self.state not in (State.READY, State.DRAINING):
-            return 0.0
-        return now - self.channel.last_heard - self.channel.patience_s
+        return self.channel.start(message, raw, cost, expected_s, sink)

@@ -39,13 +39,19 @@ class Answers:
         self._prompt = len(request.tokens)
         self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
-        self._wants_logprobs = options.logprobs
+        self._options = options
+        self._choices = request.n
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was said: the answer begins anew."""
+        options, choices = self._options, range(self._choices)
         self._streams: list[TextStream[_Json]] = [
-            TextStream(vocabulary, options.stop, options.skip_special_tokens, options.sampling.min_tokens)
-            for _ in range(request.n)]
-        self._parsers = [CallParser() for _ in range(request.n)] if options.structure.calls else []
-        self._running = set(range(request.n))       # choices that text can still be added to
-        self._working = set(range(request.n))       # choices that are still computed
+            TextStream(self._vocabulary, options.stop, options.skip_special_tokens, options.sampling.min_tokens)
+            for _ in choices]
+        self._parsers = [CallParser() for _ in choices] if options.structure.calls else []
+        self._running = set(choices)        # choices that text can still be added to
+        self._working = set(choices)        # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
         self._cached: int | None = None
 
@@ -78,7 +84,7 @@ class Answers:
         stream = self._streams[index]
         if isinstance(message, Tokens):
             marks = [self._entry(*pair) for pair in zip(message.ids, message.logprobs)] \
-                if self._wants_logprobs else []
+                if self._options.logprobs else []
             piece = stream.push(message.ids, marks)
             reason = "stop" if stream.stopped else None
         else:

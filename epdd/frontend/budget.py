@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from epdd.errors import Overloaded
@@ -17,6 +17,15 @@ class Share:
         self._budget = budget
         self.amount = amount
 
+    def offer(self, let_go: Callable[[], None]) -> None:
+        """What is held is not needed any more, but of use while nobody else needs it: then `let_go` is called."""
+        if self.amount:
+            self._budget.offer(self, let_go)
+
+    def keep(self) -> None:
+        """Undo `offer`."""
+        self._budget.keep(self)
+
     def grow(self, amount: int) -> None:
         """Take `amount` more.  Refused, not waited for, as whoever waits here holds something: raises Overloaded."""
         if not self._budget.take_now(amount):
@@ -26,8 +35,8 @@ class Share:
     def shrink(self, amount: int) -> None:
         """Give back what is over `amount`."""
         if amount < self.amount:
-            self._budget.give(self.amount - amount)
-            self.amount = amount
+            over, self.amount = self.amount - amount, amount
+            self._budget.give(self, over)
 
 
 class Budget:
@@ -37,6 +46,7 @@ class Budget:
         self._total = total
         self._free = total
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._offers: dict[Share, Callable[[], None]] = {}      # none while somebody waits
 
     @property
     def used(self) -> int:
@@ -54,7 +64,7 @@ class Budget:
             share.shrink(0)
 
     async def _take(self, amount: int) -> None:
-        if not amount or not self._waiting and amount <= self._free:
+        if not amount or not self._waiting and self._has(amount):
             self._free -= amount
             return
         turn = asyncio.get_running_loop().create_future()
@@ -67,17 +77,41 @@ class Budget:
                     self._waiting.remove((amount, turn))
                 self._grant()                   # the next may be small enough
             else:
-                self.give(amount)               # granted in the same moment
+                self._give(amount)              # granted in the same moment
             raise
 
     def take_now(self, amount: int) -> bool:
         """Take it if it is free, before those who wait."""
-        if amount > self._free:
+        if not self._has(amount):
             return False
         self._free -= amount
         return True
 
-    def give(self, amount: int) -> None:
+    def offer(self, share: Share, let_go: Callable[[], None]) -> None:
+        """As `Share.offer`."""
+        if self._waiting:
+            let_go()
+        else:
+            self._offers.setdefault(share, let_go)
+
+    def keep(self, share: Share) -> None:
+        """As `Share.keep`."""
+        self._offers.pop(share, None)
+
+    def _has(self, amount: int) -> bool:
+        """Whether so much is free, after calling in what was offered first."""
+        while amount > self._free and self._offers:
+            share = next(iter(self._offers))
+            self._offers.pop(share)()
+        return amount <= self._free
+
+    def give(self, share: Share, amount: int) -> None:
+        """Take back what a share held."""
+        if not share.amount:
+            self.keep(share)
+        self._give(amount)
+
+    def _give(self, amount: int) -> None:
         self._free += amount
         self._grant()
 

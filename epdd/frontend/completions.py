@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
 from epdd.frontend import faults, ids
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole, total_usage
 from epdd.frontend.body import Bodies
 from epdd.frontend.context import Context
+from epdd.frontend.media import Held
 from epdd.frontend.metrics import Record
 from epdd.frontend.openai import Options
 from epdd.frontend.sse import ClientGone, EventStream
@@ -42,7 +44,20 @@ class Turn:
     parts: Sequence[Part]
     record: Record
     deadline: float                         # loop.time(); 0: none
-    let_go: Callable[[], None]              # called with every token: from the first on, no image is needed
+    held: Held | None = None                # its images
+
+    def images_read(self) -> None:
+        """A token came.  Of an answer that is sent whole the images may still be of use, for a second try."""
+        if self.held is not None:
+            if self.options.stream:
+                self.held.let_go()
+            else:
+                self.held.offer()
+
+    def images_needed(self) -> None:
+        """That second try begins."""
+        if self.held is not None:
+            self.held.keep()
 
     @property
     def head(self) -> dict[str, object]:
@@ -56,6 +71,7 @@ class Turn:
 class Completions(ABC):
     """An endpoint's handler."""
 
+    kind: str                           # how the names of its answers begin
     whole: type[Whole] = Whole
     chunks: type[Chunks] = Chunks
 
@@ -65,11 +81,13 @@ class Completions(ABC):
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         deadline = deadline_of(self._context)
-        with self._context.stats.request() as record, self._context.admission.enter():
+        names = ids.own(http, self.kind), ids.client(http)
+        with self._context.stats.request(*names) as record, self._context.admission.enter():
             record.accept()
             async with AsyncExitStack() as stack:
                 async with until(deadline):
                     turn = await self._prepare(http, record, deadline, stack)
+                record.model = turn.options.model
                 return await (self._stream(turn) if turn.options.stream else self._whole(turn))
 
     @abstractmethod
@@ -111,23 +129,38 @@ class Completions(ABC):
         return streams[0] if len(streams) == 1 else _merged(streams)
 
     async def _part(self, turn: Turn, part: Part, first: int) -> AsyncGenerator[Delta, None]:
-        """Ends with the last choice; closing the pipeline stops those that only a stop string ended."""
-        answers = part.answers
+        """Ends with the last choice; closing the pipeline stops those that only a stop string ended.
+
+        Of an answer that is sent whole all comes at its end: until then it may begin anew.
+        """
+        answers, kept = part.answers, list[Delta]()
         async with aclosing(self._context.pipeline.run(part.request)) as events:
             async for event in events:
-                if isinstance(event[1], Tokens):
-                    # The images were encoded, and a request with a token is not tried a second time.
-                    turn.let_go()
+                index, message = event
+                if isinstance(message, Again):
+                    turn.images_needed()
+                    answers.begin()
+                    kept.clear()
+                    continue
+                if isinstance(message, Tokens):
+                    turn.images_read()
                 before = answers.generated
-                delta = answers.push(event)
+                delta = answers.push((index, message))
                 if delta is not None:
-                    index = first + delta.index
-                    turn.record.tokens(index, answers.generated - before)
-                    yield replace(delta, index=index) if first else delta
+                    delta = replace(delta, index=first + index) if first else delta
+                    turn.record.tokens(delta.index, answers.generated - before)
+                    if delta.finish_reason:
+                        turn.record.finish(delta.index, delta.finish_reason)
+                    if part.request.whole:
+                        kept.append(delta)
+                    else:
+                        yield delta
                 if answers.cut_short:
                     self._context.history.answered(part.request.id)
                     break
         assert answers.ended, "the pipeline ended before its last Done"
+        for delta in kept:
+            yield delta
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

@@ -9,20 +9,23 @@ from typing import Any, Protocol
 
 from epdd.config import Config
 from epdd.dispatch.history import History
+from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.families import Family
+from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
 from epdd.wire import Done, Prefilled, Tokens
 
-Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened)
+Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Again is of all choices
 
 
 class Pipeline(Protocol):
-    def run(self, request: Request) -> AsyncGenerator[Event, None]:
+    def run(self, request: Request) -> AsyncGenerator[Event | tuple[int, Again], None]:
         """Encode, then prefill and decode; closing the iterator cancels what is left.
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
-        gets a real status.  With the first Tokens `request.images` is emptied, to free the files.
+        gets a real status.  From the first Tokens on `request.images` may be emptied, to free the files.
+        Again comes only where `request.whole`.
         """
 
 
@@ -45,6 +48,7 @@ class Context:
     admission: Admission
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
+    keys: Keys                              # who may use the API; read anew at a reload
     stats: RequestStats                     # its snapshot() is the "requests" part of status
     emulated: dict[str, Any] | None = None  # what is said of an emulated fleet
 

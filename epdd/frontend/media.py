@@ -39,6 +39,14 @@ class Held:
     images: list[Image]
     share: Share
 
+    def offer(self) -> None:
+        """Let go as soon as others need the room: their first try counts more than a second one of this request."""
+        self.share.offer(self.let_go)
+
+    def keep(self) -> None:
+        """They are needed again after all."""
+        self.share.keep()
+
     def let_go(self) -> None:
         """Forget the images before the request is over: nobody will encode them again."""
         self.images.clear()

@@ -63,6 +63,7 @@ def _marks(entries: list[_Json], offset: int) -> _Json:
 class TextCompletions(Completions):
     """The endpoint's handler."""
 
+    kind = "cmpl"
     whole = TextWhole
     chunks = TextChunks
 
@@ -73,7 +74,7 @@ class TextCompletions(Completions):
 
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         context = self._context
-        own = ids.own(http, "cmpl")
+        own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._bodies.read(http, reading)
             options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
@@ -87,12 +88,8 @@ class TextCompletions(Completions):
                 name = own if len(texts) == 1 else f"{own}-{index}"
                 request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline,
                                   sampling=prompt.limit(options.sampling, context_max),
-                                  arrived=record.arrived, client_id=ids.client(http))
+                                  arrived=record.arrived, client_id=ids.client(http), whole=not options.stream)
                 context.admission.check(request)
                 parts.append(Part(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.unknown))
-            return Turn(http, options, parts, record, deadline, _nothing)
-
-
-def _nothing() -> None:
-    """Text has no images to let go."""
+            return Turn(http, options, parts, record, deadline)

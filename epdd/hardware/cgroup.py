@@ -32,6 +32,20 @@ def read(sysroot: Path) -> Limits:
         cpu_quota=min(filter(None, map(_quota, _levels(sysroot, "cpu"))), default=None))
 
 
+def oom_kills_file(sysroot: Path, pid: int) -> Path | None:
+    """Where the kernel counts the processes that it kills for memory in the group of process `pid`."""
+    files = (level / name for level in _levels(sysroot, "memory", str(pid))
+             for name in ("memory.events", "memory.oom_control"))
+    return next((file for file in files if oom_kills(file) is not None), None)
+
+
+def oom_kills(file: Path) -> int | None:
+    """How many they are by now."""
+    lines = (line.split() for line in (sysfs.text(file) or "").splitlines())
+    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill" and line[1].isdecimal()),
+                None)
+
+
 def _cpuset(sysroot: Path) -> tuple[set[int] | None, set[int] | None]:
     """The nearest level tells; what is effective there already heeds the levels above."""
     cpus = nodes = None
@@ -53,13 +67,13 @@ def _quota(level: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _levels(sysroot: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's group for a controller, the own one first, then up to the mount."""
+def _levels(sysroot: Path, controller: str, process: str = "self") -> Iterator[Path]:
+    """Folders of a process's group for a controller, the own one first, then up to the mount."""
     for kind, options, mount in _mounts(sysroot):
         if kind == "cgroup2":
-            path = _group(sysroot, "")
+            path = _group(sysroot, "", process)
         elif kind == "cgroup" and controller in options or kind == "cpuset" == controller:
-            path = _group(sysroot, controller)
+            path = _group(sysroot, controller, process)
         else:
             continue
         if path is None:
@@ -78,8 +92,8 @@ def _mounts(sysroot: Path) -> list[tuple[str, list[str], Path]]:
             for fields in lines if len(fields) >= 4 and fields[2] in ("cgroup", "cgroup2", "cpuset")]
 
 
-def _group(sysroot: Path, controller: str) -> str | None:
-    for line in (sysfs.text(sysroot / "proc/self/cgroup") or "").splitlines():
+def _group(sysroot: Path, controller: str, process: str) -> str | None:
+    for line in (sysfs.text(sysroot / "proc" / process / "cgroup") or "").splitlines():
         _, found, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
         if controller in found.split(","):
             return path

@@ -22,6 +22,7 @@ import msgspec
 
 from epdd import log as logs, wire
 from epdd.errors import EpddError, StartupError
+from epdd.families import weights
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,11 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("arena", 0.0)
     mapping = _map_arena(spec, arena)
     told("weights", 0.0)
+    weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
     role = role_class(spec, mapping, connection.send, *waiting)
+    weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     return role, role.warm_up(lambda done: told("warm-up", done))
 

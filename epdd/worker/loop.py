@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epdd import wire
-from epdd.errors import EpddError, ProtocolError
+from epdd.errors import EpddError, OutOfMemory, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ READ_BYTES = 1 << 20
 # A daemon that reads nothing for this long a backlog is not served further until it does.
 OUT_BYTES_MAX = 8 << 20
 INTERNAL = "the worker failed on this request"
+NO_MEMORY = "can't allocate memory"     # torch on CPUs has only these words for it
 
 
 class Role(Protocol):
@@ -131,6 +132,8 @@ def failed(work_id: str, error: Exception) -> wire.Failed:
     """How an item's failure is told: our own errors in their words, others in a fixed text and in the log."""
     if isinstance(error, ProtocolError):
         raise error
+    if isinstance(error, MemoryError) or NO_MEMORY in str(error):
+        error = OutOfMemory("there is no memory for this")
     if isinstance(error, EpddError):
         return wire.Failed(work_id, error.code, error.message)
     log.error("request %s failed", work_id, exc_info=error)

@@ -11,7 +11,7 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
-from epdd.dispatch.pipeline import Pipeline
+from epdd.dispatch.pipeline import Again, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
 from epdd.fleet.process import ForkServer
@@ -46,7 +46,9 @@ class Fleet:
         """Token ids of each choice."""
         answers = {}
         async for index, event in self.pipeline.run(request):
-            if isinstance(event, Tokens):
+            if isinstance(event, Again):
+                answers.clear()
+            elif isinstance(event, Tokens):
                 answers.setdefault(index, []).extend(event.ids)
             elif isinstance(event, Done):
                 answers.setdefault(index, []).append("end")

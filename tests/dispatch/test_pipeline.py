@@ -8,8 +8,11 @@ import signal
 import pytest
 
 from epdd.config import Config
-from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
+from epdd.errors import (ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost,
+                         WorkerTimeout)
+from epdd.dispatch.pipeline import Again
 from epdd.fleet.worker import State
+from epdd.wire import Tokens
 from tests.dispatch.fleet import ROWS, expected, request, running
 
 
@@ -58,6 +61,18 @@ async def test_an_image_fault_is_the_clients_and_harms_nobody_else():
             await fleet.ask(request("bad", b"fine too", b"broken file"))
         assert caught.value.code == "image_parse_error" and caught.value.status == 400
         assert await good == [expected(b"fine")]
+        await fleet.at_rest()
+
+
+async def test_an_image_that_lacks_memory_is_tried_alone_once_more_and_told_so():
+    async with running(encoders=2) as fleet:
+        good = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(8)]
+        with pytest.raises(OutOfMemory) as caught:
+            await fleet.ask(request("bad", b"no memory for this"))
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        assert await asyncio.gather(*good) == [[expected(b"%d" % i)] for i in range(8)]
+        assert sum(worker.failed for worker in fleet.supervisor.role("encoder")) == 2
+        assert fleet.encoding.poison.entries == 0
         await fleet.at_rest()
 
 
@@ -225,9 +240,36 @@ async def test_an_image_cut_short_and_wanted_again_has_lost_no_try():
         await fleet.at_rest()
 
 
-async def test_a_request_that_leaves_takes_its_images_out_of_the_queue():
-    async with running(encoders=1) as fleet:
+async def test_without_encoders_images_are_refused_at_once_and_text_is_served():
+    async with running(encoders=1, encode_s=0.3) as fleet:
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(9)]
+        while not fleet.supervisor.find("encoder/0").in_flight:
+            await asyncio.sleep(0)
+        held = len(fleet.held("encoder/0"))
         fleet.supervisor.drain("encoder/0")
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+        # What it has it finishes; what waits for it, and what comes later, would wait for an operator.
+        assert answers[:held] == [[expected(b"%d" % i)] for i in range(held)]
+        assert all(isinstance(answer, NoWorker) for answer in answers[held:]) and held < 9
+        with pytest.raises(NoWorker):
+            await fleet.ask(request("late", b"new"))
+        assert await fleet.ask(request("cached", b"0")) == [expected(b"0")]
+        assert await fleet.ask(request("text")) == [expected()]
+        fleet.supervisor.resume("encoder/0")
+        assert await fleet.ask(request("again", b"new")) == [expected(b"new")]
+        await fleet.at_rest()
+
+
+async def test_images_wait_for_an_encoder_that_comes_back():
+    async with running(encoders=1) as fleet:
+        fleet.supervisor.find("encoder/0").process.kill()
+        assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
+
+
+async def test_a_request_that_leaves_takes_its_images_out_of_the_queue():
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "well_s": 99.0}, "test")
+    async with running(encoders=1, config=config) as fleet:
+        fleet.supervisor.find("encoder/0").process.kill()       # it comes back, but not soon
         asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(9)]
         while len(fleet.encoding.router.queue) < 9:
             await asyncio.sleep(0)
@@ -270,6 +312,8 @@ async def test_a_stop_ends_a_request_that_waits_for_a_worker_to_come_back():
 
 
 class NoForks:
+    pid = None
+
     async def spawn(self, *args):
         raise OSError("no process")
 
@@ -286,16 +330,58 @@ async def test_a_request_lost_before_its_first_token_is_placed_again():
         await fleet.at_rest()
 
 
+async def killed_while_it_answers(fleet, ask, times=1):
+    """All that `ask` says; its PD worker is killed so often when all its choices have begun."""
+    seen, begun = [], set()
+    async for index, event in fleet.pipeline.run(ask):
+        seen.append((index, event))
+        begun |= {index} if isinstance(event, Tokens) else set()
+        if len(begun) == ask.n and times:
+            times, begun = times - 1, set()
+            os.kill(fleet.supervisor.find("pd/0").process.pid, signal.SIGKILL)
+    return seen
+
+
 async def test_a_request_lost_after_its_first_token_is_told_so():
     async with running(token_s=0.05) as fleet:
-        answers = fleet.pipeline.run(request("r", b"a", max_tokens=200))
-        seen = [await anext(answers) for _ in range(3)]
-        assert len(seen) == 3
+        with pytest.raises(WorkerLost):
+            await killed_while_it_answers(fleet, request("r", b"a", max_tokens=200))
+        await fleet.ready()
+        await fleet.at_rest()
+
+
+async def test_an_answer_that_nobody_has_seen_begins_anew():
+    async with running(encoders=1, token_s=0.05) as fleet:
+        seen = await killed_while_it_answers(fleet, request("r", b"a", n=3, whole=True, max_tokens=9))
+        at, = [i for i, (_, event) in enumerate(seen) if isinstance(event, Again)]
+        assert {index for index, event in seen[:at] if isinstance(event, Tokens)} == {0, 1, 2}
+        for index in range(3):
+            told = [token for i, event in seen[at:] if i == index and isinstance(event, Tokens) for token in event.ids]
+            assert [*told, "end"] == expected(b"a", max_tokens=9)
+        assert fleet.supervisor.find("encoder/0").done == 1
+        await fleet.at_rest()
+
+
+async def test_an_answer_lost_twice_midway_is_told_so_and_is_no_poison():
+    config = Config().with_values("fleet", {"backoff_s": 0.01}, "test")
+    async with running(encoders=1, token_s=0.05, config=config) as fleet:
+        with pytest.raises(WorkerLost):
+            await killed_while_it_answers(fleet, request("r", b"a", whole=True, max_tokens=9), times=2)
+        assert fleet.encoding.poison.entries == 0
+        await fleet.at_rest()
+
+
+async def test_an_answer_whose_images_were_let_go_cannot_begin_anew():
+    async with running(encoders=1, token_s=0.05) as fleet:
+        ask = request("r", b"a", whole=True, max_tokens=200)
+        answers = fleet.pipeline.run(ask)
+        while not isinstance((await anext(answers))[1], Tokens):
+            pass
+        ask.images.clear()      # as their owner does when others need the room
         os.kill(fleet.supervisor.find("pd/0").process.pid, signal.SIGKILL)
         with pytest.raises(WorkerLost):
             async for _ in answers:
                 pass
-        await fleet.ready()
         await fleet.at_rest()
 
 
@@ -355,9 +441,7 @@ async def test_a_worker_that_cannot_start_is_given_up_and_requests_are_told():
             await fleet.ask(request("r", b"a"))
 
 
-async def test_a_hung_worker_is_replaced_and_its_work_placed_again(monkeypatch):
-    monkeypatch.setattr("epdd.dispatch.encoding.PATIENCE_MIN_S", 0.0)
-    monkeypatch.setattr("epdd.dispatch.encoding.PATIENCE_FACTOR", 0.0)
+async def test_a_hung_worker_is_replaced_and_its_work_placed_again():
     config = Config().with_values("fleet", {"stall_s": 1.0}, "test")
     async with running(encoders=2, hang="forever", config=config) as fleet:
         with pytest.raises(Rejected):
@@ -380,3 +464,16 @@ async def test_a_pd_worker_that_only_decodes_is_chosen_before_one_with_a_prompt_
         assert second.in_flight_cost == prompt + 150
         await asyncio.gather(answers.aclose(), reading)
         await fleet.at_rest()
+
+
+async def test_a_full_arena_whose_requests_all_wait_for_a_prefill_worker_is_emptied_when_it_is_back():
+    config = Config().with_values("fleet", {"backoff_s": 1.0, "well_s": 99.0}, "test")
+    async with running(encoders=1, arena_bytes=4 * 4096, cache_bytes=0, config=config) as fleet:
+        fleet.supervisor.find("pd/0").process.kill()
+        asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i, b"%d!" % i))) for i in range(12)]
+        while fleet.leases.used_bytes < fleet.leases.size or not fleet.leases.waiting:
+            assert not any(ask.done() for ask in asks)
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*asks) == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
+        await fleet.at_rest()
+        assert fleet.leases.used_bytes == 0

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,14 @@ class Daemon:
         self.wait(lambda status: status["state"] == "ready")
         return self
 
+    @contextmanager
+    def healing(self):
+        """Around a fault and what comes of it; prints how long it was until all workers were READY again."""
+        began = time.monotonic()
+        yield
+        self.ready()
+        print(f"READY again after {time.monotonic() - began:.1f} s")
+
     def at_rest(self):
         """Until nothing is running; returns the numbers that must be back at their start."""
         idle = self.wait(lambda s: s["requests"]["running"] == 0 and s["router"]["queue_jobs"] == 0 and all(
@@ -109,9 +117,12 @@ class Daemon:
 
 
 @contextmanager
-def running(model=None, **settings):
-    """A daemon on a free port with its own admin socket; `settings` as section__key=value."""
-    with tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
+def running(model=None, folder=None, **settings):
+    """A daemon on a free port with its own admin socket, in `folder` if one is given; `settings` as section__key=value.
+
+    It may be killed meanwhile.
+    """
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
         folder = Path(folder)
         command = [sys.executable, "-m", "epdd", "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
                    "--set", "arena.bytes=0x4000000", "--set", "pd.kv_tokens=16384"]

@@ -14,7 +14,7 @@ from tests.field.table import CASES, Case
 
 # By the name that a case asks for.  The shared daemon serves nearly all.
 SETTINGS: dict[str, dict[str, object]] = {
-    "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 1},
+    "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 1, "fleet__stall_s": 5},
     # Little of everything, and images from public addresses, as is the default.
     "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 40 << 10,
               "server__body_bytes_max": 8 << 20},
@@ -65,6 +65,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]
         short = bool(case.short) and report.outcome == "skipped"
         verdict = "short" if short else {"passed": "right", "failed": "WRONG"}.get(report.outcome, report.outcome)
         why = repr(call.excinfo.value) if report.failed and call.excinfo else ""
+        ready_s = dict(report.user_properties).get("ready_s")
+        if ready_s is not None:
+            why = f"READY again after {ready_s:.1f} s: {case.goes_in} -> {case.comes_out}"
         item.config.stash.setdefault(_VERDICTS, {})[case.id] = verdict, why
     return report
 

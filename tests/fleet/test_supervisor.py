@@ -14,8 +14,7 @@ from multiprocess import forkserver
 
 from epdd.config import Config
 from epdd.errors import NotFound, Rejected
-from epdd.fleet import silence, supervisor
-from epdd.fleet.supervisor import describe_exit
+from epdd.fleet import exits, silence, supervisor
 from epdd.fleet.worker import State
 from tests.dispatch.fleet import FORK_SERVER, expected, request, running
 
@@ -217,6 +216,8 @@ async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(m
 class Stuck:
     """A fork server that never answers until it is ended; then another is in its place."""
 
+    pid = None
+
     def __init__(self, gone):
         self.gone = gone
 
@@ -261,10 +262,35 @@ async def test_a_stopped_fork_server_is_gone_when_the_next_is_asked_for():
 
 
 def test_exits_are_told_in_words():
-    assert "OOM" in describe_exit(-9)
-    assert describe_exit(-15) == "ended by SIGTERM"
-    assert describe_exit(-37) == "ended by signal 37"
-    assert describe_exit(78) == "exit code 78"
+    assert "by an operator, the stall watch or the kernel's OOM killer" in exits.describe(-9)
+    assert "out of memory" in exits.describe(-9, out_of_memory=True)
+    assert exits.describe(-15) == "ended by SIGTERM"
+    assert exits.describe(-37) == "ended by signal 37"
+    assert exits.describe(78) == "exit code 78"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_death_for_memory_is_told_from_others_by_the_kernels_count(tmp_path, version):
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/mounts", f"x /cg cgroup{2 if version == 2 else ''} rw,memory 0 0\n")
+    for pid in (7, 8):
+        write(f"proc/{pid}/cgroup", f"{'0::' if version == 2 else '4:memory:'}/svc/epdd\n")
+    name = "memory.events" if version == 2 else "memory.oom_control"
+    write(f"cg/svc/{name}", "oom 9\noom_kill 9\n")
+    write(f"cg/svc/epdd/{name}", "oom 5\noom_kill 2\n")
+    kills = exits.OomKills(tmp_path)
+    count = kills.watch(7)
+    assert count == kills.watch(8) == tmp_path / f"cg/svc/epdd/{name}"
+    assert not kills.took(count)                # killed by hand
+    write(f"cg/svc/epdd/{name}", "oom 5\noom_kill 4\n")
+    assert [kills.took(count), kills.took(count), kills.took(count)] == [True, True, False]
+    write(f"cg/svc/epdd/{name}", "oom 6\noom_kill 5\n")
+    kills.watch(7)                              # whoever that was: it was before this process
+    assert not kills.took(count)
+    assert kills.watch(9) is None and not kills.took(None)
 
 
 PARENT = """

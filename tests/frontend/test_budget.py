@@ -8,7 +8,7 @@ import random
 import pytest
 
 from epdd.errors import Overloaded
-from epdd.frontend.budget import Budget
+from epdd.frontend.budget import Budget, Share
 
 
 def test_shares_fit_or_wait_in_order() -> None:
@@ -143,5 +143,46 @@ def test_a_share_grows_by_what_is_free_and_is_refused_the_rest() -> None:
                 share.grow(2)
             assert share.amount == budget.used == 9
         assert budget.used == 0
+
+    asyncio.run(go())
+
+
+def test_what_is_offered_is_called_in_when_others_need_it_and_not_before() -> None:
+    async def go() -> None:
+        budget, called = Budget(10), []
+        async with budget.hold(4) as first, budget.hold(4) as second:
+            for name, share in (("first", first), ("second", second)):
+                def let_go(name: str = name, share: Share = share) -> None:
+                    called.append(name)
+                    share.shrink(0)
+
+                share.offer(let_go)
+                share.offer(let_go)             # with every token
+            async with budget.hold(2):
+                assert called == [] and budget.used == 10
+                async with budget.hold(3):      # the one that offered first is enough
+                    assert called == ["first"] and budget.used == 9
+                second.keep()
+                with pytest.raises(Overloaded):
+                    first.grow(5)
+                assert called == ["first"]
+                second.offer(let_go)
+                first.grow(5)                   # refused no more
+                assert called == ["first", "second"] and budget.used == 7
+        assert budget.used == 0
+
+    asyncio.run(go())
+
+
+def test_an_offer_that_others_wait_for_is_taken_at_once() -> None:
+    async def go() -> None:
+        budget = Budget(10)
+        async with budget.hold(8) as share:
+            task = asyncio.create_task(budget.hold(7).__aenter__())
+            await asyncio.sleep(0)
+            assert not task.done()
+            share.offer(lambda: share.shrink(0))
+            await task
+        assert budget.used == 7
 
     asyncio.run(go())

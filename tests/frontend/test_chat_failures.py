@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.errors import (ArenaFull, BadRequest, EpddError, MediaError, NoWorker, Overloaded, ProtocolError, Rejected,
                          WorkerFailed, WorkerLost, WorkerTimeout)
@@ -192,7 +193,7 @@ async def test_context_and_images(house: House) -> None:
 
 
 @hosted()
-async def test_image_files_are_let_go_at_the_first_token(house: House) -> None:
+async def test_image_files_of_a_stream_are_let_go_at_the_first_token(house: House) -> None:
     sizes: list[int] = []
 
     async def play(request: Request) -> AsyncIterator[Event]:
@@ -204,9 +205,10 @@ async def test_image_files_are_let_go_at_the_first_token(house: House) -> None:
         yield 0, Done(request.id, "length")
 
     house.script.play = play
-    body = await (await house.chat(messages=asking(picture(), picture("blue")))).json()
+    fields = {"messages": asking(picture(), picture("blue")), "stream_options": {"include_usage": True}}
+    frames = await house.frames(**fields)
     assert sizes == [2, 2, 0]
-    assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 8
+    assert frames[-2]["usage"]["prompt_tokens_details"]["image_tokens"] == 8
 
 
 @hosted()
@@ -251,3 +253,33 @@ def test_events_helper_is_strict() -> None:
     for text in ("data:x\n\ndata: [DONE]\n\n", ": ping\n\ndata: [DONE]\n\n", "data: 1\n\n", "data: [DONE]\n"):
         with pytest.raises((AssertionError, ValueError)):
             events(text)
+
+
+@hosted()
+async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(house: House) -> None:
+    kept: list[int] = []
+
+    async def play(request: Request) -> AsyncIterator[Event | tuple[int, Again]]:
+        assert request.whole
+        ids = house.script.tokenizer.encode("red", add_special_tokens=False).ids
+        yield 0, Prefilled(request.id, 5)
+        for choice in (0, 1):
+            yield choice, Tokens(request.id, tuple(house.script.tokenizer.encode("lost words").ids))
+        yield 1, Done(request.id, "length")
+        kept.append(len(request.images))
+        yield 0, Again()
+        yield 0, Prefilled(request.id, 9)
+        for choice in (0, 1):
+            yield choice, Tokens(request.id, tuple(ids))
+            yield choice, Done(request.id, "stop", 1)
+
+    house.script.play = play        # type: ignore[assignment]
+    answer = await house.chat(n=2, messages=asking(picture()))
+    body = await answer.json()
+    assert [(choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]] == [
+        ("red", "stop"), ("red", "stop")]
+    ids = house.script.tokenizer.encode("red", add_special_tokens=False).ids
+    assert body["usage"]["completion_tokens"] == 2 * (len(ids) + 1)
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 9
+    assert kept == [1]              # the images are there for the second try
+    assert house.context.stats.gauges["images"]() == 0

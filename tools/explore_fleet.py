@@ -1,0 +1,363 @@
+"""Worker processes and shared memory as explored schedules have them: no process, no bytes, but who touches what.
+
+A process takes frames, works and answers as the real ones do, one small step at a time, each a choice of the schedule.
+Between what it does and what the daemon hears lies a pipe, so that orders and answers cross.  Memory is the list of
+pages with the image that each holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from explore_loop import Action
+
+from epdd.arena import PAGE
+from epdd.errors import ProtocolError
+from epdd.extents import Extents
+from epdd.fleet import channel
+from epdd.wire import (Binding, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker, Generate,
+                       Lease, Prefilled, Ready, Tokens, WorkerSpec)
+
+EXIT_KILLED = -9
+GARBAGE = object()          # what breaks the wire format
+NOBODY = -1                 # in a page that was given out and not written
+
+
+class Violation(AssertionError):
+    """An invariant does not hold in this schedule."""
+
+
+class Memory(Extents):
+    """The arena's allocator, which also knows what every page holds and who may touch it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, PAGE)
+        self.pages = [NOBODY] * (self.size // PAGE)
+        self.processes: list[Process] = []
+
+    def take(self, length: int) -> int | None:
+        offset = super().take(length)
+        if offset is not None:
+            self._untouched("given out", offset, self.rounded(length))
+            self._fill(offset, length, NOBODY)
+        return offset
+
+    def release(self, offset: int, length: int) -> None:
+        self._untouched("taken back", offset, self.rounded(length))
+        super().release(offset, length)
+
+    def _untouched(self, what: str, offset: int, length: int) -> None:
+        for process in self.processes:
+            for lease, _ in process.touches():
+                if lease.offset < offset + length and offset < lease.offset + self.rounded(lease.size):
+                    raise Violation(f"[{offset}, +{length}) is {what} while {process.spec.name} may touch {lease}")
+
+    def handed_over(self, process: Process, message: Encode | Generate) -> None:
+        """`process` gets a work: all its bytes are given out, and nobody writes what another touches."""
+        for lease, writes in touched(message):
+            for start, end in self._free:
+                if start < lease.offset + lease.size and lease.offset < end:
+                    raise Violation(f"{process.spec.name} is handed {lease}, which is free")
+            for other in self.processes:
+                for taken, writing in other.touches():
+                    if (writes or writing) and lease.offset < taken.offset + taken.size \
+                            and taken.offset < lease.offset + lease.size:
+                        raise Violation(f"{process.spec.name} is handed {lease} beside {other.spec.name}'s {taken}")
+
+    def write(self, lease: Lease, image: int) -> None:
+        self._fill(lease.offset, lease.size, image)
+
+    def read(self, lease: Lease) -> int:
+        """The image that the lease holds."""
+        found = set(self.pages[lease.offset // PAGE:-(-(lease.offset + lease.size) // PAGE)])
+        if len(found) != 1 or NOBODY in found:
+            raise Violation(f"{lease} is read and holds {found}")
+        return found.pop()
+
+    def _fill(self, offset: int, length: int, image: int) -> None:
+        first = offset // PAGE
+        self.pages[first:first + self.rounded(length) // PAGE] = [image] * (self.rounded(length) // PAGE)
+
+
+def touched(message: Encode | Generate) -> Iterator[tuple[Lease, bool]]:
+    """The leases of a work, and whether it writes them."""
+    if isinstance(message, Encode):
+        yield message.lease, True
+    else:
+        for span in message.spans:
+            yield span.lease, False
+
+
+@dataclass
+class Task:
+    """A work in its process."""
+
+    message: Encode | Generate
+    raw: bytes
+    read: tuple[int, ...] | None = None         # Generate: what its leases held
+    told: int = 0                               # tokens
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How images and prompts behave, by the first byte of an image and the first token of a prompt."""
+
+    bad: int = 250              # cannot be decoded
+    lie: int = 251              # encoded to the wrong size
+    deadly: int = 252           # kills whoever works on it
+    encode_s: float = 0.05      # that encoders say an image takes
+
+
+class Process:
+    """Stands for epdd.fleet.process.Process, the worker in it, and its end of the socket."""
+
+    _pids = count(1)
+
+    def __init__(self, spec: WorkerSpec, link: Link, memory: Memory, manners: Manners,
+                 died: Callable[[], None]) -> None:
+        self.spec = spec
+        self.pid = next(self._pids)
+        self.alive, self.ready, self.told_to_end = True, False, False
+        self.killed_at = 0.0
+        self.works: dict[str, Task] = {}
+        self._link = link
+        self._memory = memory
+        self._manners = manners
+        self._died = died
+        self._frames = FrameBuffer()
+        self.inbox: deque[tuple[Any, bytes]] = deque()
+        self.outbox: deque[Any] = deque()
+        self.code: int | None = None
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        memory.processes.append(self)
+        link.process = self
+
+    # --- as the supervisor knows it
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        self.told_to_end = True
+
+    def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
+        self.terminate()
+
+    @property
+    def seen(self) -> bool:
+        """The supervisor knows that it is gone."""
+        return self._ended.done()
+
+    # --- as the memory knows it
+
+    def touches(self) -> Iterator[tuple[Lease, bool]]:
+        """What it may read or write from now on, by what it has or will find in its pipe."""
+        if self.alive:
+            for task in self.works.values():
+                if task.read is None:
+                    yield from touched(task.message)
+            for message, _ in self.inbox:
+                if not isinstance(message, Cancel):
+                    yield from touched(message)
+
+    # --- what may happen to it
+
+    def receive(self, frame: bytes) -> None:
+        """The daemon writes; nobody reads what is written to the dead."""
+        for message, raw in self._frames.feed(frame):
+            if self.alive:
+                if not isinstance(message, Cancel):
+                    self._memory.handed_over(self, message)
+                self.inbox.append((message, raw))
+
+    def actions(self) -> Iterator[Action]:
+        name = self.spec.name
+        if self.alive and not self.ready:
+            yield Action(f"{name} is ready", self._start)
+        if self.alive and self.inbox:
+            yield Action(f"{name} takes {type(self.inbox[0][0]).__name__}", self._take)
+        if self.alive and self.told_to_end:
+            yield Action(f"{name} ends", self.die, (0,))
+        if self.alive:
+            for work_id in self.works:
+                yield Action(f"{name} works on {work_id}", self._step, (work_id,))
+        if self.outbox:
+            yield Action(f"{name} is heard", self._deliver)
+        if not self.alive and self.code is not None and not self._ended.done():
+            yield Action(f"{name} is seen to be gone", self._reap)
+
+    def take_works(self) -> None:
+        """All that lie before the first Cancel."""
+        while self.alive and self.inbox and not isinstance(self.inbox[0][0], Cancel):
+            self._take()
+
+    def be_heard(self) -> bool:
+        """All it has said; False if that is nothing."""
+        said = bool(self.outbox)
+        while self.outbox:
+            self._deliver()
+        return said
+
+    def die(self, code: int) -> None:
+        """It touches nothing any more; what it said may still be heard."""
+        self.alive = False
+        self.code = code
+        self.inbox.clear()
+        self.works.clear()
+        self._memory.processes.remove(self)
+        if not self.outbox:
+            self._link.end()
+
+    def garble(self) -> None:
+        self.outbox.append(GARBAGE)
+
+    def _reap(self) -> None:
+        assert self.code is not None
+        self._ended.set_result(self.code)
+
+    def _deliver(self) -> None:
+        self._link.arrive(self.outbox.popleft())
+        if not self.alive and not self.outbox:
+            self._link.end()
+
+    def _start(self) -> None:
+        self.ready = True
+        seconds = self._manners.encode_s
+        samples = ((64, seconds), (128, 2 * seconds)) if self.spec.role == "encoder" else ()
+        self._say(Ready(Binding((), (), 1), "float32", kv_tokens=4096, context_max=4096, samples=samples))
+
+    def _say(self, message: FromWorker) -> None:
+        self.outbox.append(message)
+
+    def _take(self) -> None:
+        message, raw = self.inbox.popleft()
+        if not isinstance(message, Cancel):
+            self.works[message.id] = Task(message, raw)
+            if isinstance(message, Encode):
+                self._memory.write(message.lease, NOBODY)       # half written is not written
+        elif self.works.pop(message.id, None) is not None:
+            self._say(Cancelled(message.id))
+
+    def _step(self, work_id: str) -> None:
+        task = self.works[work_id]
+        if task.raw[0] == self._manners.deadly:
+            self._died()
+            self.die(EXIT_KILLED)
+        elif isinstance(task.message, Encode):
+            del self.works[work_id]
+            self._encode(task.message, task.raw[0])
+        else:
+            self._generate(task.message, task)
+
+    def _encode(self, message: Encode, image: int) -> None:
+        if image == self._manners.bad:
+            self._say(Failed(message.id, "image_parse_error", "not an image"))
+            return
+        self._memory.write(message.lease, image)
+        # Half of what was leased: bfloat16.
+        size = message.lease.size // 2
+        self._say(Encoded(message.id, message.rows + (image == self._manners.lie), size, "bfloat16", 0.1))
+
+    def _generate(self, message: Generate, task: Task) -> None:
+        if task.read is None:
+            task.read = tuple(self._memory.read(span.lease) for span in message.spans)
+            self._say(Prefilled(message.id))
+        elif task.told < message.sampling.max_tokens:
+            task.told += 1
+            self._say(Tokens(message.id, (len(task.read), *task.read)))
+        else:
+            del self.works[message.id]
+            self._say(Done(message.id, "length"))
+
+
+class Link:
+    """The daemon's end of a socket."""
+
+    def __init__(self) -> None:
+        self.process: Process | None = None
+        self.closed = False
+        self.other = self           # as the worker's end, which is handed over at the spawn
+        self._arrived: deque[Any] = deque()
+        self._over = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @classmethod
+    def pair(cls) -> tuple[Link, Link]:
+        """The daemon's end, and one that stands for the worker's."""
+        ours, theirs = cls(), cls()
+        theirs.other = ours
+        return ours, theirs
+
+    def setblocking(self, flag: bool) -> None:
+        """As a socket."""
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """The worker's end is closed here when the worker has its own."""
+
+    def close(self) -> None:
+        self.closed = True
+        if self.process is not None:
+            self.process.told_to_end = True
+        self.end()
+
+    def arrive(self, message: Any) -> None:
+        self._arrived.append(message)
+        self._look()
+
+    def end(self) -> None:
+        self._over = True
+        self._look()
+
+    def _look(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def next(self) -> Any:
+        """What the worker said; None at the end."""
+        while not self._arrived:
+            if self._over:
+                return None
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._arrived.popleft()
+
+
+class Channel(channel.Channel):
+    """The real one over a `Link`; counts how often each work ends."""
+
+    ends: dict[str, int]        # of all channels of a schedule
+
+    def __init__(self, link: Any) -> None:
+        super().__init__(link)
+        self._link: Link = link
+
+    async def read(self, on_message: Any) -> None:
+        while (message := await self._link.next()) is not None:
+            if message is GARBAGE:
+                raise ProtocolError("garbled")
+            self.last_heard = time.monotonic()
+            self._sort(message, on_message)
+
+    def _write(self, frame: bytes) -> None:
+        if not self._link.closed and self._link.process is not None:
+            self._link.process.receive(frame)
+
+    def start(self, message: Any, *args: Any) -> channel.Work:
+        work = super().start(message, *args)
+        self.ends[work.id] = 0
+
+        def ended() -> None:
+            self.ends[work.id] += 1
+
+        work.on_end(ended)
+        return work

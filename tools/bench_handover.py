@@ -262,7 +262,7 @@ def tell(report, found, others):
                   for way, times in totals.items()]
     report.table("All ways, ms from private memory to bytes that the other process has read; memcpy: the copy "
                  "alone", ["way", "ms", "to memcpy"], table)
-    report.plot("handover", "From the last write to a tensor in the other process", "MiB", [Panel("", "ms, p50 and p99", {
+    report.plot("handover", "From the last write to a tensor in the other process", "MiB", [Panel("p50 and p99", "ms", {
         f"{name}, {label}": [(sum(SIZES[size]) / MIB, 1e3 * quantile([work["handover_s"] for work in works], share))
                              for size, works in sizes.items()]
         for name, (sizes, _) in found.items() for label, share in (("p50", 0.5), ("p99", 0.99))})])

@@ -80,6 +80,7 @@ class PrefillDecode:
 class Arena:
     bytes: int = 0                          # 0: the least of 4 GiB, a quarter of memory, 1,024 of the largest images
     cache_bytes: int = -1                   # embeddings kept for reuse; -1: the whole arena, 0: none
+    huge_pages: bool = True                 # where the system has them
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class WorkerSpec:
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena
     arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first
+    huge_pages: bool = True         # for the arena, where the system allows them
     kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
     kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
     token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
@@ -172,6 +173,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     parameters: int = 0
     abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
     seconds: float = 0.0            # from spawn to ready
+    arena_huge_bytes: int = 0       # of its slice of the arena, that lie in huge pages: read back
 
 
 class Encoded(msgspec.Struct, tag="encoded", frozen=True):

@@ -84,6 +84,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
+        ("memory", _memory(snapshot)),
         ("cache", f"{count(cache['entries'], 'image')}, {size(cache['bytes'])} of {size(cache['limit_bytes'])}"),
         ("lookups", f"{quantity(cache['hits'])} hits{_share(cache['hits'], cache['misses'])}, "
                     f"{quantity(cache['misses'])} misses, {quantity(cache['joined'])} joined, "
@@ -108,6 +109,15 @@ def encoding(workers: Sequence[Json]) -> list[str]:
         line = f"{worker['backend']} in {worker['name']}" + (f"; one block: {times}" if times else "")
         seen.setdefault((worker["backend"], *(trial["backend"] + trial["note"] for trial in trials)), line)
     return list(seen.values())
+
+
+def _memory(snapshot: Json) -> str:
+    """What the arena lies in, and all KV caches together."""
+    huge = snapshot["arena"]["huge_bytes"]
+    used, cached, tokens = (sum(worker[key] or 0 for worker in snapshot["workers"])
+                            for key in ("kv_used", "kv_cached", "kv_tokens"))
+    return (f"arena: {size(huge) if huge else 'nothing'} in huge pages; KV: {quantity(used)} of {quantity(tokens)} "
+            f"tokens used, {quantity(cached)} kept for prompts to come")
 
 
 def emulated_text(emulated: Json) -> str:

@@ -146,8 +146,10 @@ class Status:
 
     def _arena(self) -> dict[str, Any]:
         used, cached = self._leases.used_bytes, self._leases.cached_bytes
-        return {"bytes": self._leases.size, "used_bytes": used, "cached_bytes": cached,
-                "pinned_bytes": used - cached, "leases": self._leases.entries, "waiting": self._leases.waiting}
+        encoders = [worker.ready for worker in self._supervisor.role("encoder") if worker.ready]
+        return {"bytes": self._leases.size, "huge_bytes": sum(ready.arena_huge_bytes for ready in encoders),
+                "used_bytes": used, "cached_bytes": cached, "pinned_bytes": used - cached,
+                "leases": self._leases.entries, "waiting": self._leases.waiting}
 
     def _cache(self) -> dict[str, Any]:
         counts = self._leases.counts

@@ -17,10 +17,10 @@ from epdd.families import Family
 from epdd.hardware.topology import Topology
 from epdd.placement import counts, domains, emulated, seats, sizes
 from epdd.placement.explain import explain
-from epdd.placement.sizes import arena_bytes
+from epdd.placement.sizes import arena_bytes, fits_reserved_pages
 from epdd.wire import WorkerSpec
 
-__all__ = ["Plan", "arena_bytes", "decide", "explain", "plan"]
+__all__ = ["Plan", "arena_bytes", "decide", "explain", "fits_reserved_pages", "plan"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from epdd import arena
 from epdd.config import Config
 from epdd.errors import PlacementError
 from epdd.families import Family
-from epdd.hardware.topology import Topology
+from epdd.hardware.topology import HugePages, Topology
 from epdd.placement.seats import Seat
 from epdd.wire import WorkerSpec
 
@@ -20,7 +21,7 @@ IMAGES_IN_ARENA = 1024              # of the largest size: more are never in fli
 
 
 def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
-    """Size of the arena in bytes, whole pages.  Raises PlacementError if memory cannot hold it."""
+    """Size of the arena in bytes, whole huge pages.  Raises PlacementError if memory cannot hold it."""
     image = family.embedding_bytes(family.rows_max)
     size = config.arena.bytes
     if not size:
@@ -30,7 +31,7 @@ def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
         reason = "arena.bytes" if config.arena.bytes else "the largest image's embedding"
         raise PlacementError(f"{reason} is {size_text(size)}; "
                              f"the machine has {size_text(topology.memory_bytes)} of memory")
-    return -(-size // arena.PAGE) * arena.PAGE
+    return -(-size // arena.HUGE) * arena.HUGE
 
 
 def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Family,
@@ -40,8 +41,9 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     pds = [seat for seat in seats if seat.role == "pd"]
     common = WorkerSpec(
         name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
-        weights=family.weights, dtype=config.model.dtype, arena_bytes=arena_bytes, token_budget=config.pd.token_budget,
-        batch_max=config.pd.batch_max, context_max=config.model.context_max, log_level=config.log.level)
+        weights=family.weights, dtype=config.model.dtype, arena_bytes=arena_bytes, huge_pages=config.arena.huge_pages,
+        token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
+        context_max=config.model.context_max, log_level=config.log.level)
     slices = arena.slices(arena_bytes, len(encoders))
     made = []
     for i, seat in enumerate(encoders):
@@ -73,6 +75,20 @@ def _kv_bytes(config: Config, seat: Seat, topology: Topology, pds: Sequence[Seat
     # It is bound to one NUMA node, which must also hold the weights and an encoder.
     own = [node.memory_bytes for node in topology.nodes if node.id == seat.node and node.memory_bytes]
     return min(KV_BYTES_MAX, share // len(on_cpus), *(memory // 2 // on_cpus.count(seat.node) for memory in own))
+
+
+def fits_reserved_pages(specs: Sequence[WorkerSpec], topology: Topology) -> bool:
+    """Whether the arena fits the huge pages that were set aside: all of it, and each slice those of its NUMA node."""
+    needs: Counter[int | None] = Counter()
+    for spec in specs:
+        needs[spec.numa_node] += spec.arena_slice[1]
+    free = {node.id: _free_huge(node.huge_pages) for node in topology.nodes}
+    return (any(spec.huge_pages for spec in specs) and needs.total() <= _free_huge(topology.huge_pages)
+            and all(need <= free.get(node, 0) for node, need in needs.items() if node is not None))
+
+
+def _free_huge(pages: Sequence[HugePages]) -> int:
+    return sum(size.free * size.page_bytes for size in pages if size.page_bytes == arena.HUGE)
 
 
 def dtype_reason(topology: Topology, config: Config) -> str:

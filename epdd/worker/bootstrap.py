@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,12 +25,14 @@ import msgspec
 from epdd import log as logs, wire
 from epdd.errors import EpddError, StartupError
 from epdd.families import weights
+from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
+OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
 PR_SET_NAME = 15
 
 
@@ -87,15 +91,22 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     module, name = (EMULATED if spec.pace else ROLES)[spec.role]
     role_class = getattr(importlib.import_module(module), name)
     told("arena", 0.0)
-    mapping = _map_arena(spec, arena)
+    mapping = _map_arena(spec, arena, lambda done: told("arena", done))
+    huge_bytes = 0
+    if mapping is not None:
+        huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
+        threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     told("weights", 0.0)
     weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
-    role = role_class(spec, mapping, connection.send, *waiting)
+    loads = spec.pace is None or spec.pace.answers == "demo"
+    with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+        role = role_class(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
-    return role, role.warm_up(lambda done: told("warm-up", done))
+    ready = role.warm_up(lambda done: told("warm-up", done))
+    return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
 
 def _set_up_torch(threads: int) -> None:
@@ -107,12 +118,19 @@ def _set_up_torch(threads: int) -> None:
     torch.set_num_interop_threads(1)
 
 
-def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
+def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:
     if arena is None:
         return None
-    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes)
-    mapping.reserve(*spec.arena_slice)
+    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes, spec.huge_pages)
+    mapping.reserve(*spec.arena_slice, progress)
     return mapping
+
+
+def _map_others_slices(mapping: Any) -> None:
+    """Enter all of the arena into this process's page table, as soon as those whose slices they are have them."""
+    name_thread("arena")
+    while not mapping.populate():
+        time.sleep(OTHERS_S)
 
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:

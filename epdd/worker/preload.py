@@ -7,6 +7,7 @@ context: both would not survive the fork.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 
 # The fork server ends when the daemon does.  Taking torch apart would then take seconds; workers, which are its forks,
@@ -31,3 +32,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: E402, F401
 from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402, F401
 
 from epdd.worker import encoder, engine  # noqa: E402, F401
+
+# All of this stays: without it a full collection in a worker takes half a second, in the middle of somebody's answer,
+# and writes to pages that all workers share.
+gc.freeze()

@@ -47,6 +47,7 @@ class WorkerSpec:
     batch_max: int = 64             # PD: sequences that run at once
     context_max: int = 0            # tokens; 0: what the checkpoint says
     pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
+    gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
     peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop

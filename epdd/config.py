@@ -61,6 +61,7 @@ class Model:
 class Encoder:
     workers: Workers = Workers("auto")      # a number, or "gpu:1,cpu:4"; auto: one per NUMA node with CPUs and memory
     threads: int = 0                        # 0: the cores it is bound to
+    quantize: str = ""                      # "int8": products in int8 where faster and near enough
     ahead_s: float = 0.25                   # an encoder gets the next image so long before it is done, to prepare it
 
 
@@ -170,6 +171,7 @@ POLICIES = {                                # router.policy, in the words of `ep
 
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "encoder.quantize": ("", "int8"),
     "router.policy": tuple(POLICIES),
     "router.unit": ("request", "image", "patch"),
     "media.fetch": ("off", "allowlist", "public"),

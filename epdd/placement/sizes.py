@@ -52,7 +52,7 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     slices = arena.slices(arena_bytes, len(encoders))
     made = []
     for i, seat in enumerate(encoders):
-        made.append(replace(_seated(common, seat, i), arena_slice=slices[i]))
+        made.append(replace(_seated(common, seat, i), arena_slice=slices[i], quantize=config.encoder.quantize))
     for i, seat in enumerate(pds):
         spec = _seated(common, seat, i)
         made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, seat, topology, pds),

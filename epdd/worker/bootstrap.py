@@ -26,6 +26,7 @@ from epdd.errors import DeviceError, EpddError, StartupError
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+GPU = {"pd": ("epdd.worker.gpu.engine", "GpuEngine")}       # instead, on devices other than "cpu"
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
@@ -86,7 +87,8 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    module, name = (EMULATED if spec.pace else ROLES)[spec.role]
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
     role_class = getattr(importlib.import_module(module), name)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena)

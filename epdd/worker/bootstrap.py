@@ -129,8 +129,8 @@ def _map_others_slices(mapping: Any) -> None:
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
     """Tell journal and daemon why this worker ends."""
-    if isinstance(error, StartupError):
-        log.error("%s cannot start: %s", spec.name, error.message)
+    if isinstance(error, (StartupError, DeviceError)):
+        log.error("%s ends: %s", spec.name, error.message)
     else:
         log.error("%s failed", spec.name, exc_info=error)
     code, text = (error.code, error.message) if isinstance(error, EpddError) else (

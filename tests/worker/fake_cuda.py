@@ -68,7 +68,7 @@ class FakeDevice:
     # --- memory
 
     def limit(self, size):
-        self.total = min(self.total, size)
+        self.allowed = size         # to tensors; what `allocate` gives is apart
 
     def pinned(self, tensor):
         return tensor.clone()

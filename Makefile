@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: serve test check test-numa clients lint clean install-system
+.PHONY: serve test check test-numa versions clients lint clean install-system
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m epdd
@@ -18,6 +18,10 @@ check: lint
 # In an emulated machine with NUMA nodes that this one does not have; needs qemu-system-x86 and cpio.
 test-numa: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -rs tests/system/test_numa.py
+
+# With the oldest and the newest transformers that setup.cfg allows, into build/versions.
+versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions
 
 # What tests/clients run: other people's clients, 2 GB of them, into build/clients or EPDD_CLIENTS.  Without them
 # those tests are skipped.

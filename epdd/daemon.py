@@ -31,9 +31,9 @@ from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import ConfigError, StartupError
 from epdd.families import Family, weights
-from epdd.fleet.process import ForkServer
+from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
-from epdd.fleet.supervisor import Supervisor, preload_modules
+from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
 from epdd.frontend import app, terminal, unix_socket
 from epdd.frontend.admin import AdminServer

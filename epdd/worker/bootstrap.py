@@ -23,13 +23,15 @@ from typing import Any, Protocol
 import msgspec
 
 from epdd import log as logs, wire
-from epdd.errors import EpddError, StartupError
+from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
 from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+# Instead, on devices other than "cpu".
+GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
@@ -46,7 +48,7 @@ class Descriptor(Protocol):
 def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> None:
     """Be the worker `spec` until the daemon hangs up.
 
-    Exits with 78 on a StartupError (a restart would not help), with 1 on any other fault.
+    Exits with 78 on a StartupError (a restart would not help), with 79 when its GPU failed, with 1 on any other fault.
     """
     begin = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # the terminal's Ctrl-C is the daemon's to handle
@@ -74,8 +76,10 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         return      # the daemon is gone
     except Exception as error:
         leaving.set()
+        if spec.device != "cpu" and spec.pace is None:
+            error = importlib.import_module("epdd.worker.cuda").fault(error) or error
         _last_words(spec, connection, error)
-        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+        sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
@@ -88,7 +92,8 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    module, name = (EMULATED if spec.pace else ROLES)[spec.role]
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
     role_class = getattr(importlib.import_module(module), name)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena, lambda done: told("arena", done))
@@ -111,9 +116,6 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
 
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
-    # spec.device counts as NVML does: all GPUs, in the order of the bus.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
 
@@ -135,8 +137,8 @@ def _map_others_slices(mapping: Any) -> None:
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
     """Tell journal and daemon why this worker ends."""
-    if isinstance(error, StartupError):
-        log.error("%s cannot start: %s", spec.name, error.message)
+    if isinstance(error, (StartupError, DeviceError)):
+        log.error("%s ends: %s", spec.name, error.message)
     else:
         log.error("%s failed", spec.name, exc_info=error)
     code, text = (error.code, error.message) if isinstance(error, EpddError) else (

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from epdd.worker.attention import Plan
 from epdd.worker.prefix import Prefixes
 from epdd.worker.scheduler import KV_UNIT
 
@@ -29,8 +28,23 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return 2 * layers * heads * dim * int(dtype.itemsize)
 
 
+class Step:
+    """A step's way into the pool."""
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor) -> None:
+        self._keys, self._values, self._slots = keys, values, slots
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int,
+               **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by transformers' attention: store rows [1, kv heads, T, dim], return the layer's pool."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys.index_copy_(1, self._slots, key[0])
+        values.index_copy_(1, self._slots, value[0])
+        return keys, values
+
+
 class Pool:
-    """Keys and values [kv heads, tokens, head size] of each layer; what the text model takes as its `cache`."""
+    """Keys and values [kv heads, tokens, head size] of each layer."""
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
@@ -103,14 +117,9 @@ class Pool:
         """Let go of all that is known."""
         self._prefixes.drop(range(len(self._taken)))
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int,
-               kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by transformers' attention: store a step's rows [1, kv heads, T, dim], return the layer's pool."""
-        plan: Plan = kwargs["plan"]
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys.index_copy_(1, plan.slots, key[0])
-        values.index_copy_(1, plan.slots, value[0])
-        return keys, values
+    def at(self, slots: torch.Tensor) -> Step:
+        """What the text model takes as its cache for a step whose rows go to these tokens of the pool, int64 [T]."""
+        return Step(self._keys, self._values, slots)
 
     def _take(self, owner: str, first: int, count: int) -> None:
         """Make these units the owner's; what is known of those that were free is forgotten."""

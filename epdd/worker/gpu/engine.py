@@ -15,9 +15,9 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
-from epdd.worker import attention, cuda, inputs
+from epdd.worker import attention, cuda, inputs, norm
 from epdd.worker.engine import Engine, Logits
-from epdd.worker.gpu import flash, norm
+from epdd.worker.gpu import flash
 from epdd.worker.gpu.graphs import Graphs
 from epdd.worker.gpu.leased import Leased, ask_ahead, splice
 from epdd.worker.inputs import Image, Request

@@ -93,12 +93,9 @@ class Engine(Intake[Request]):
         try:
             self._postprocess(batch, self._run(batch))
         except Exception as error:
-            problem = cuda.fault(error)
-            if isinstance(problem, DeviceError):
-                raise problem from error
             for request, _ in batch.chunks:
                 if request.id in self._requests:
-                    self._end(request, failed(request.id, problem or error))
+                    self._fail(request, error)
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
@@ -199,8 +196,7 @@ class Engine(Intake[Request]):
         wanted = inputs.wanted(batch)
         if not wanted:
             return Logits(hidden.new_zeros(0, 0), [], [])
-        best, logits = self._best(hidden[wanted])
-        return Logits(logits, *_lists(best))
+        return self._read(*self._best(hidden[wanted]))
 
     def _layout(self, batch: Batch[Request]) -> list[tuple[int, int, int]]:
         """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
@@ -220,6 +216,11 @@ class Engine(Intake[Request]):
         values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
         return torch.stack((values, ids.float())), logits       # float32 holds integers up to 16 million
 
+    @staticmethod
+    def _read(best: torch.Tensor, logits: torch.Tensor) -> Logits:
+        values, ids = best.tolist()
+        return Logits(logits, values, [int(token) for token in ids])
+
     def _postprocess(self, batch: Batch[Request], found: Logits) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""
         ready: list[Request] = []
@@ -238,7 +239,7 @@ class Engine(Intake[Request]):
                     self._pool.share(request.id, request.items[:request.proven])
                 self._advance(request, best if request.sampler.plain else request.sampler.choose(logits), logits)
             except Exception as error:
-                self._end(request, failed(request.id, error))
+                self._fail(request, error)
 
     def _let_go(self, request: Request) -> None:
         """Stop reading leases.
@@ -266,6 +267,13 @@ class Engine(Intake[Request]):
         elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Raises DeviceError where it is not the request's alone."""
+        problem = cuda.fault(error)
+        if isinstance(problem, DeviceError):
+            raise problem
+        self._end(request, failed(request.id, problem or error))
+
     def _release(self, request: Request) -> None:
         """Give a request's memory back; what it computed stays known until the memory is needed."""
         self._pool.share(request.id, request.items[:request.proven])
@@ -280,11 +288,6 @@ class Engine(Intake[Request]):
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
         return tokens
-
-
-def _lists(best: torch.Tensor) -> tuple[list[float], list[int]]:
-    values, ids = best.tolist()
-    return values, [int(token) for token in ids]
 
 
 def _content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:

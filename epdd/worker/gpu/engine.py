@@ -95,7 +95,7 @@ class GpuEngine(Engine):
         ids, positions = inputs.ids(batch), inputs.positions(batch)
         if self._graphs is not None and self._graphs.fits(len(ids)) and len(ids) == len(layout) \
                 and not any(inputs.pieces(batch)):
-            return self._read(*self._graphs.run(ids, positions, layout))
+            return self._read(*self._graphs.run(ids, positions, layout))        # waits for the step
         numbers = self._put(torch.cat((torch.tensor(ids)[None], positions)))
         embeds = self._embed(numbers[0])
         plan = flash.plan(layout, self._kernel, self._put) if self._kernel else attention.plan(layout, self._device)
@@ -110,10 +110,6 @@ class GpuEngine(Engine):
     def _decoded(self, ids: torch.Tensor, positions: torch.Tensor,
                  plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
         return self._best(self._hidden(self._embed(ids), positions, plan))
-
-    def _read(self, best: torch.Tensor, logits: torch.Tensor) -> Logits:
-        values, tokens = best.tolist()      # waits for the step
-        return Logits(logits, values, [int(token) for token in tokens])
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """torch keeps pinned memory until the copies from it are done."""

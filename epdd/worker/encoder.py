@@ -1,7 +1,6 @@
 """The encoder role: image files in, embeddings written into leases.
 
-Holds only vision weights.  transformers' vision tower runs unchanged but for parts exchanged after
-loading: the patch embedding for one matrix product on bytes, and on CPUs the Linear layers for prepacked ones.
+Holds only vision weights.  How they are computed with is a matter of `tower` and `backends`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +19,18 @@ from numpy.typing import NDArray
 from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
-from epdd.worker import load, prepack, preprocess
+from epdd.worker import backends, load, preprocess
+from epdd.worker.backends import choice, remembered
 from epdd.worker.bootstrap import name_thread
 from epdd.worker.loop import Send, failed
-from epdd.worker.tower import FoldedPatchEmbed
+from epdd.worker.tower import Tower
 
 # Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
 # 1.01 times at 784, so images beyond this many patches run alone.
 BATCH_PATCHES_MAX = 1024
 WARM_UP_S = 8.0                 # a size is not timed if it would likely end after this
 WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
+CHOICE_SHARE = 0.4              # of the warm-up's progress: choosing the backend
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,10 @@ class Encoder:
         """Loads the weights.  Raises StartupError."""
         if arena is None:
             raise WorkerFailed("an encoder needs the arena")
-        self._arena, self._send = arena, send
+        self._arena, self._send, self._spec = arena, send, spec
         self._family = families.load(spec.model)
-        self._device = torch.device(spec.device)
-        self.tower = load.load_vision(spec.model, spec.dtype, spec.device)
-        embed = self.tower.patch_embed
-        self.dtype: torch.dtype = embed.proj.weight.dtype
-        self.parameters = sum(p.numel() for p in self.tower.parameters())
-        self.tower.patch_embed = FoldedPatchEmbed(embed.proj, self._family.mean, self._family.std)
-        prepack.pack(self.tower)
+        self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._family)
+        self._run: backends.Run = self.tower
         self._waiting: deque[Job] = deque()
         # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
         self._helper = ThreadPoolExecutor(1, initializer=name_thread, initargs=("preprocess",))
@@ -108,7 +103,12 @@ class Encoder:
             self._encode(batch, start)
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
-        """Time a few image sizes: what the daemon's time model starts from.  The first run is not counted."""
+        """Choose the backend, then time a few image sizes: what the daemon's time model starts from.
+
+        The first run is not counted.
+        """
+        chosen = self._choose(lambda done: progress(CHOICE_SHARE * done))
+        self._run = chosen.run
         samples: list[tuple[int, float]] = []
         factor, patches_max = self._family.merge, self._family.rows_max * self._family.merge ** 2
         begin = time.monotonic()
@@ -126,19 +126,26 @@ class Encoder:
                 self.embed([blank], [(1, side, side)])
                 seconds = time.monotonic() - start
             samples.append((n, seconds))
-            progress((i + 1) / len(WARM_UP_PATCHES))
+            progress(CHOICE_SHARE + (1 - CHOICE_SHARE) * (i + 1) / len(WARM_UP_PATCHES))
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
-                          samples=tuple(samples), parameters=self.parameters)
+                          samples=tuple(samples), parameters=self.tower.parameters,
+                          backend=chosen.name, trials=chosen.trials)
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def embed(self, images: list[NDArray[np.uint8]], grids: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Embeddings [planes, rows, hidden] of each image from its patches."""
-        stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images)).to(self._device)
-        out = self.tower(stacked, grid_thw=torch.tensor(grids, device=self._device), return_dict=True)
-        planes: list[Any] = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-        rows = [self._family.rows(grid) for grid in grids]
-        pieces = [plane.split(rows) for plane in planes]
-        return [torch.stack([piece[i] for piece in pieces]) for i in range(len(grids))]
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the embeddings."""
+        return self.tower.dtype
+
+    def embed(self, images: list[NDArray[np.uint8]], grids: list[tuple[int, int, int]]) -> backends.Planes:
+        """Planes [rows, hidden] of all images, one after another, from their patches."""
+        stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images))
+        return self._run(stacked.to(self.tower.device), grids)
+
+    def _choose(self, progress: Callable[[float], None]) -> choice.Choice:
+        ways = choice.candidates(self.tower.device, self._spec.quantize)
+        missing = {way.name: lacking for way in ways if (lacking := way.missing(self.tower))}
+        facts = remembered.facts(self._spec, load.dtype_name(self.dtype), [way.name for way in ways], missing)
+        return choice.choose(self.tower, ways, remembered.Memory(remembered.folder(), facts), progress)
 
     def _check(self, message: wire.Encode) -> None:
         rows = self._family.rows(message.grid)
@@ -151,7 +158,7 @@ class Encoder:
 
     def _encode(self, batch: list[tuple[Job, NDArray[np.uint8]]], start: float) -> None:
         try:
-            embeddings = self.embed([data for _, data in batch], [job.message.grid for job, _ in batch])
+            planes = self.embed([data for _, data in batch], [job.message.grid for job, _ in batch])
         except Exception as error:
             if len(batch) == 1:
                 self._send(failed(batch[0][0].message.id, error))
@@ -161,25 +168,30 @@ class Encoder:
             return
         # Each image is told its share of the step: the daemon's time models are per image.
         per_patch = (time.monotonic() - start) / sum(len(patches) for _, patches in batch)
-        for (job, patches), embedding in zip(batch, embeddings):
+        first = 0
+        for job, patches in batch:
             self._steps += 1
-            self._answer(job.message, embedding, per_patch * len(patches))
+            self._answer(job.message, [plane[first:first + job.message.rows] for plane in planes],
+                         per_patch * len(patches))
+            first += job.message.rows
 
-    def _answer(self, message: wire.Encode, embedding: torch.Tensor, seconds: float) -> None:
+    def _answer(self, message: wire.Encode, planes: backends.Planes, seconds: float) -> None:
         try:
-            written = self._write(message, embedding)
+            written = self._write(message, planes)
         except Exception as error:
             self._send(failed(message.id, error))
             return
         self._send(wire.Encoded(message.id, rows=message.rows, bytes=written,
                                 dtype=load.dtype_name(self.dtype), seconds=seconds))
 
-    def _write(self, message: wire.Encode, embedding: torch.Tensor) -> int:
-        """Copy into the lease; the number of bytes."""
-        if embedding.shape != (self._family.planes, message.rows, self._family.hidden):
-            raise WorkerFailed(f"the tower made {tuple(embedding.shape)}, not {message.rows} rows")
+    def _write(self, message: wire.Encode, planes: backends.Planes) -> int:
+        """Each plane's rows, copied to their place in the lease; the number of bytes."""
+        shape = (self._family.planes, message.rows, self._family.hidden)
+        if len(planes) != shape[0] or any(plane.shape != shape[1:] for plane in planes):
+            raise WorkerFailed(f"the tower made {[tuple(plane.shape) for plane in planes]}, not {message.rows} rows")
         view = self._arena.view(message.lease)
         # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
-        target = torch.frombuffer(view, dtype=self.dtype, count=embedding.numel()).view(embedding.shape)
-        target.copy_(embedding)
-        return int(embedding.nbytes)
+        target = torch.frombuffer(view, dtype=self.dtype, count=math.prod(shape)).view(shape)
+        for place, plane in zip(target, planes):
+            place.copy_(plane)
+        return int(target.nbytes)

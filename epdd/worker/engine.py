@@ -6,7 +6,6 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable
@@ -55,12 +54,11 @@ class Engine(Intake[Request]):
         self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
-        prepack.pack(self.model)
+        self._exchange()
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
-        # Its name in transformers 5.17, and later.
         named = inspect.signature(self._text.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"
+        self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_tokens = self._kv_tokens(spec, context)
@@ -112,6 +110,10 @@ class Engine(Intake[Request]):
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
                           parameters=self._parameters)
 
+    def _exchange(self) -> None:
+        """Put faster parts for this device in the place of the model's own."""
+        prepack.pack(self.model)
+
     # --- a request's beginning
 
     def _request(self, message: wire.Generate, raw: bytes) -> Request:
@@ -129,7 +131,7 @@ class Engine(Intake[Request]):
                                 f"the limit of {self.context_max}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
-        content = _content(tokens, message.spans) if self._caches else ()
+        content = inputs.content(tokens, message.spans) if self._caches else ()
         constraint = self._constraints.make(s.grammar, s.ignore_eos) if s.grammar else None
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
@@ -288,15 +290,3 @@ class Engine(Intake[Request]):
         if tokens < KV_UNIT:
             raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
         return tokens
-
-
-def _content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:
-    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
-
-    The other placeholders follow from it, and so do the positions of all that comes after.
-    """
-    items = list(tokens)
-    for span in spans:
-        name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
-        items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
-    return tuple(items)

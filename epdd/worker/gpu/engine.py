@@ -38,7 +38,6 @@ class GpuEngine(Engine):
         """Loads the weights and allocates the KV cache.  Raises StartupError."""
         self._gpu = device or cuda.Device(spec.device)
         super().__init__(replace(spec, device=str(self._gpu.torch)), arena, send, headroom)
-        norms = norm.fuse(self.model)
         self._sizes_max = min(spec.batch_max, spec.token_budget)
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
@@ -49,7 +48,8 @@ class GpuEngine(Engine):
         chosen = flash.choose(heads, kv_heads, dim, self.dtype, self._device, kernels)
         self._kernel: flash.Kernel | None = chosen and chosen[1]
         self._graphs: Graphs | None = None
-        log.info("%s attention=%s norms=%d", spec.name, chosen[0] if chosen else "sdpa by sequence", norms)
+        self._gpu.synchronise()         # the weights and the pool were made on another stream than the steps'
+        log.info("%s attention=%s", spec.name, chosen[0] if chosen else "sdpa by sequence")
 
     @property
     def busy(self) -> bool:
@@ -85,6 +85,9 @@ class GpuEngine(Engine):
             log.info("decode graphs for %s sequences", ", ".join(map(str, self._graphs.sizes)) or "no number of")
         progress(1.0)
         return ready
+
+    def _exchange(self) -> None:
+        log.info("%d norms exchanged", norm.fuse(self.model))
 
     def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
         self._transfer.check(span.lease)

@@ -83,9 +83,7 @@ class Encoding:
         self.sent: list[wire.FromWorker] = []
         spec = wire.WorkerSpec(name="encoder/0", role="encoder", device=device, cpus=(), numa_node=None,
                                threads=threads, model=str(check.checkpoint), dtype=dtype, arena_bytes=size)
-        roles = bootstrap.ROLES if device == "cpu" else bootstrap.ROLES | bootstrap.GPU
-        module, name = roles["encoder"]
-        self.role = getattr(importlib.import_module(module), name)(spec, self.arena, self.sent.append)
+        self.role = bootstrap.role_of(spec)(spec, self.arena, self.sent.append)
         self.ready = self.role.warm_up(lambda done: None)
 
     def encode(self, files: Sequence[bytes], size: tuple[int, int]) -> float:

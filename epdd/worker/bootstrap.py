@@ -26,7 +26,8 @@ from epdd.errors import DeviceError, EpddError, StartupError
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
-GPU = {"pd": ("epdd.worker.gpu.engine", "GpuEngine")}       # instead, on devices other than "cpu"
+# Instead, on devices other than "cpu".
+GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
@@ -133,8 +134,8 @@ def _map_others_slices(mapping: Any) -> None:
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
     """Tell journal and daemon why this worker ends."""
-    if isinstance(error, StartupError):
-        log.error("%s cannot start: %s", spec.name, error.message)
+    if isinstance(error, (StartupError, DeviceError)):
+        log.error("%s ends: %s", spec.name, error.message)
     else:
         log.error("%s failed", spec.name, exc_info=error)
     code, text = (error.code, error.message) if isinstance(error, EpddError) else (

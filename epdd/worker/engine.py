@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, ModelError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, cuda, inputs, kv, load, prepack
+from epdd.worker import attention, cuda, inputs, kv, load, native, norm, prepack
 from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
+from epdd.worker.native import layer
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
 
@@ -35,9 +36,9 @@ KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec mad
 class Logits:
     """What a step found for the rows whose next token is wanted, in batch order."""
 
-    rows: torch.Tensor          # float32 [wanted, vocab]
-    highest: list[float]        # of each row: its largest, or NaN where there is one
-    best: list[int]             # the token it belongs to
+    rows: Sequence[torch.Tensor]    # float32 [vocab] each
+    highest: list[float]            # of each row: its largest, or NaN where there is one
+    best: list[int]                 # the token it belongs to
 
 
 class Engine(Intake[Request]):
@@ -54,20 +55,22 @@ class Engine(Intake[Request]):
         self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
-        self._exchange()
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
         named = inspect.signature(self._text.forward).parameters
         self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
+        self._kv_dtype = self._pick_kv_dtype(spec)
         kv_tokens = self._kv_tokens(spec, context)
         self.context_max = min(context, kv_tokens)
         try:
-            self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+            self._pool = kv.Pool(self._text.config, kv_tokens, self._kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
+        self._kernels = self._exchange()
+        self._head = self.model.get_output_embeddings()
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)
@@ -110,9 +113,15 @@ class Engine(Intake[Request]):
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
                           parameters=self._parameters)
 
-    def _exchange(self) -> None:
-        """Put faster parts for this device in the place of the model's own."""
-        prepack.pack(self.model)
+    def _exchange(self) -> bool:
+        """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
+        kernels = layer.install(self.model, self._pool)
+        if kernels:
+            prepack.leave_unpacked(self.model)
+            norm.fuse(self.model)
+        else:
+            prepack.pack(self.model)
+        return kernels
 
     # --- a request's beginning
 
@@ -191,6 +200,17 @@ class Engine(Intake[Request]):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
+        # The first sequences decode.  Beside a long chunk they are computed apart, by the same kernels as ever: so
+        # their values do not depend on their company, for the price of reading the weights once more.
+        first = next((i for i, (_, count) in enumerate(batch.chunks) if count > 1), 0)
+        if self._kernels and first and sum(count for _, count in batch.chunks) > native.ROWS_MAX:
+            parts = [self._compute(Batch(batch.chunks[part]), layout[part])
+                     for part in (slice(first), slice(first, None))]
+            return Logits([row for part in parts for row in part.rows], [x for part in parts for x in part.highest],
+                          [token for part in parts for token in part.best])
+        return self._compute(batch, layout)
+
+    def _compute(self, batch: Batch[Request], layout: list[tuple[int, int, int]]) -> Logits:
         ids = torch.tensor(inputs.ids(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
@@ -281,9 +301,15 @@ class Engine(Intake[Request]):
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)
 
+    def _pick_kv_dtype(self, spec: wire.WorkerSpec) -> torch.dtype:
+        """A GPU's kernels take keys and values in the weights' type only."""
+        if spec.kv_dtype == "auto" or self._device.type != "cpu":
+            return self.dtype
+        return cast(torch.dtype, getattr(torch, spec.kv_dtype))
+
     def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
         """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
-        each = kv.bytes_per_token(self._text.config, self.dtype)
+        each = kv.bytes_per_token(self._text.config, self._kv_dtype)
         tokens = spec.kv_tokens or min((spec.kv_bytes or KV_BYTES_DEFAULT) // each,
                                        FULL_CONTEXTS_MAX * (context + KV_UNIT))
         tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT

@@ -38,8 +38,8 @@ class Step:
                **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by transformers' attention: store rows [1, kv heads, T, dim], return the layer's pool."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys.index_copy_(1, self._slots, key[0])
-        values.index_copy_(1, self._slots, value[0])
+        keys.index_copy_(1, self._slots, key[0].to(keys.dtype))
+        values.index_copy_(1, self._slots, value[0].to(values.dtype))
         return keys, values
 
 
@@ -62,6 +62,10 @@ class Pool:
     def cached(self) -> int:
         """Tokens of memory that nobody holds and whose content is known."""
         return int(np.count_nonzero(self._prefixes.used[~self._taken])) * KV_UNIT
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, where they lie as long as the pool lives."""
+        return self._keys[index], self._values[index]
 
     def offset(self, owner: str) -> int:
         """The token where its extent begins."""

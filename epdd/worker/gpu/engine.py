@@ -15,9 +15,9 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
-from epdd.worker import attention, cuda, inputs
+from epdd.worker import attention, cuda, inputs, norm
 from epdd.worker.engine import Engine, Logits
-from epdd.worker.gpu import flash, norm
+from epdd.worker.gpu import flash
 from epdd.worker.gpu.graphs import Graphs
 from epdd.worker.gpu.leased import Leased, ask_ahead, splice
 from epdd.worker.inputs import Image, Request
@@ -37,6 +37,8 @@ class GpuEngine(Engine):
                  device: cuda.Device | None = None, kernels: dict[str, flash.Kernel] = flash.KERNELS) -> None:
         """Loads the weights and allocates the KV cache.  Raises StartupError."""
         self._gpu = device or cuda.Device(spec.device)
+        if spec.gpu_bytes:
+            self._gpu.limit(spec.gpu_bytes)
         super().__init__(replace(spec, device=str(self._gpu.torch)), arena, send, headroom)
         self._sizes_max = min(spec.batch_max, spec.token_budget)
         self._transfer = Transfer(self._gpu, arena)
@@ -86,8 +88,9 @@ class GpuEngine(Engine):
         progress(1.0)
         return ready
 
-    def _exchange(self) -> None:
+    def _exchange(self) -> bool:
         log.info("%d norms exchanged", norm.fuse(self.model))
+        return False
 
     def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
         self._transfer.check(span.lease)

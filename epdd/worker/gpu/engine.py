@@ -82,7 +82,7 @@ class GpuEngine(Engine):
         if self._kernel is not None:
             with torch.inference_mode(), self._gpu.using(self._stream):
                 self._graphs = Graphs(self._decoded, self._kernel, self._gpu.capture, self._sizes_max,
-                                      self.context_max, self._device, self._pinned)
+                                      self.context_max, self._device, self._gpu.pinned)
                 self._gpu.synchronise()
             log.info("decode graphs for %s sequences", ", ".join(map(str, self._graphs.sizes)) or "no number of")
         progress(1.0)
@@ -117,12 +117,9 @@ class GpuEngine(Engine):
                  plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
         return self._best(self._hidden(self._embed(ids), positions, plan))
 
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """torch keeps pinned memory until the copies from it are done."""
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
-
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._pinned(tensor).to(self._device, non_blocking=True)
+        """On the device.  torch keeps pinned memory until the copies from it are done."""
+        return self._gpu.pinned(tensor).to(self._device, non_blocking=True)
 
     def _release(self, request: Request) -> None:
         """As of `Engine`; a copy that was asked for ahead may still read a lease that is about to be let go."""

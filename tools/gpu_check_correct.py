@@ -75,7 +75,7 @@ def embeddings(check: Check) -> None:
     exact = Encoding(check, "cpu", threads(), "float32")
     exact.encode(files, size)
     for dtype in ("float32", "bfloat16"):
-        found = Encoding(check, "cpu" if check.cpu else "cuda:0", threads(), dtype)
+        found = Encoding(check, "cuda:0", threads(), dtype)
         found.encode(files, size)
         pairs = [(found.embedding(i, size), exact.embedding(i, size)) for i in range(len(files))]
         error = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)

@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import numpy as np
 import plots
-import random_model
+import random_model     # before transformers: it keeps it from looking for a network
 import torch
 from report import Report
 from transformers import AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList

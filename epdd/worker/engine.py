@@ -10,14 +10,14 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, ModelError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, WorkerFailed
 from epdd.families import Family
 from epdd.worker import attention, cuda, inputs, kv, load, native, norm, prepack
 from epdd.worker.constraint import Constraints
@@ -26,10 +26,7 @@ from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
 from epdd.worker.native import layer
 from epdd.worker.sampling import Sampler
-from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
-
-FULL_CONTEXTS_MAX = 16          # of KV memory by default: a tiny model would touch gigabytes it never uses
-KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
+from epdd.worker.scheduler import HEADROOM_TOKENS, Batch, Scheduler
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,11 @@ class Engine(Intake[Request]):
         self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
-        self._kv_dtype = self._pick_kv_dtype(spec)
-        kv_tokens = self._kv_tokens(spec, context)
+        kv_dtype = kv.pick_dtype(spec, self.dtype)
+        kv_tokens = kv.tokens(spec, self._text.config, kv_dtype, context)
         self.context_max = min(context, kv_tokens)
         try:
-            self._pool = kv.Pool(self._text.config, kv_tokens, self._kv_dtype, self._device)
+            self._pool = kv.Pool(self._text.config, kv_tokens, kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
@@ -300,19 +297,3 @@ class Engine(Intake[Request]):
         """Give a request's memory back; what it computed stays known until the memory is needed."""
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)
-
-    def _pick_kv_dtype(self, spec: wire.WorkerSpec) -> torch.dtype:
-        """A GPU's kernels take keys and values in the weights' type only."""
-        if spec.kv_dtype == "auto" or self._device.type != "cpu":
-            return self.dtype
-        return cast(torch.dtype, getattr(torch, spec.kv_dtype))
-
-    def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
-        """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
-        each = kv.bytes_per_token(self._text.config, self._kv_dtype)
-        tokens = spec.kv_tokens or min((spec.kv_bytes or KV_BYTES_DEFAULT) // each,
-                                       FULL_CONTEXTS_MAX * (context + KV_UNIT))
-        tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
-        if tokens < KV_UNIT:
-            raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
-        return tokens

@@ -11,14 +11,18 @@ copying a token's rows is thousands of times cheaper than computing them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from epdd import wire
+from epdd.errors import ModelError
 from epdd.worker.prefix import Prefixes
 from epdd.worker.scheduler import KV_UNIT
 
+FULL_CONTEXTS_MAX = 16      # by default: a tiny model would touch gigabytes it never uses
+BYTES_DEFAULT = 1 << 30     # placement names a size; this is for a spec made by hand
 HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is held is never taken
 
 
@@ -26,6 +30,26 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """KV memory of one token over all layers, from a text model's config."""
     layers, heads, dim = _shape(config)
     return 2 * layers * heads * dim * int(dtype.itemsize)
+
+
+def pick_dtype(spec: wire.WorkerSpec, weights: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in.  On a GPU, whose kernels take no other, always the weights' type."""
+    if spec.kv_dtype == "auto" or spec.device != "cpu":
+        return weights
+    return cast(torch.dtype, getattr(torch, spec.kv_dtype))
+
+
+def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int) -> int:
+    """How many to hold: as told, or what the bytes hold, up to a number of requests of full length.
+
+    Raises ModelError where not one unit fits.
+    """
+    each = bytes_per_token(config, dtype)
+    count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + KV_UNIT))
+    count = min(count, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
+    if count < KV_UNIT:
+        raise ModelError(f"KV cache of {count} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
+    return count
 
 
 class Step:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from epdd.worker import attention, kv, native
-from epdd.worker.native import MULTIPLE, TYPES, Matrix, RowPointers
+from epdd.worker.native import MULTIPLE, TYPES, Matrix
 
 log = logging.getLogger(__name__)
 

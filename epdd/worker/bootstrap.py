@@ -92,9 +92,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
-    module, name = roles[spec.role]
-    role_class = getattr(importlib.import_module(module), name)
+    role_class = role_of(spec)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena, lambda done: told("arena", done))
     huge_bytes = 0
@@ -112,6 +110,13 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
+
+
+def role_of(spec: wire.WorkerSpec) -> Any:
+    """The class of its role, on its device."""
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
+    return getattr(importlib.import_module(module), name)
 
 
 def _set_up_torch(threads: int) -> None:

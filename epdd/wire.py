@@ -37,6 +37,7 @@ class WorkerSpec:
     numa_node: int | None           # memory is bound to it; None: not bound
     threads: int                    # OpenMP threads
     model: str                      # checkpoint folder
+    weights: str = ""               # what families.weights says of its files; empty: any
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena
     arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first
@@ -47,7 +48,9 @@ class WorkerSpec:
     batch_max: int = 64             # PD: sequences that run at once
     context_max: int = 0            # tokens; 0: what the checkpoint says
     pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
+    gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
     peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
+    quantize: str = ""              # encoder: "int8" where that is faster and near enough; empty: never
     kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop
@@ -125,6 +128,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Trial(msgspec.Struct, frozen=True):
+    """How one way to compute embeddings did at an encoder's warm-up."""
+
+    backend: str
+    seconds: float = 0.0            # for the same part of the tower; 0: not measured
+    note: str = ""                  # why it is not used; empty: it was only slower, or is used
+
+
 # --- daemon to worker
 
 
@@ -188,6 +199,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_tokens: int = 0              # PD: capacity
     context_max: int = 0            # PD: longest prompt plus answer
     samples: tuple[tuple[int, float], ...] = ()  # encoder warm-up: (patches, seconds)
+    backend: str = ""               # encoder: what computes its products
+    trials: tuple[Trial, ...] = ()  # encoder: how the backends did, when they were measured
     parameters: int = 0
     pool: Pool | None = None        # encoder on a GPU
     abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name

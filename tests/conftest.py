@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,9 @@ settings.load_profile("epdd")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What workers remember of this machine is not for its users.
+_cache = tempfile.TemporaryDirectory(prefix="epdd-cache-")
+os.environ["CACHE_DIRECTORY"] = _cache.name
 
 
 @pytest.fixture(scope="session")

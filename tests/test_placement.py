@@ -237,6 +237,6 @@ Xeon: 2 sockets, 2 NUMA nodes, 32 cores (64 CPUs), 256 GiB memory, 1 x H200, AMX
 WORKER     DEVICE  NUMA  CPUS   THREADS  MEMORY
 encoder/0  cpu     0     1-15   15       arena 2 GiB
 encoder/1  cpu     1     17-31  15       arena 2 GiB
-pd/0       cuda:0  1     16     1        KV 8 GiB
+pd/0       cuda:0  1     16     1        KV 131.2 GiB
 
 left to the daemon and the system: CPUs 0,32-63"""

@@ -80,6 +80,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
                   f"N_cpu {quantity(router['n_cpu'])}  N_gpu {quantity(router['n_gpu'])}"),
         ("queue", f"{count(router['queue_jobs'], 'image')} waiting, {count(router['queue_cost'], router['unit'])}"
                   f"{oldest}"),
+        *[("encoding", line) for line in encoding(snapshot["workers"])],
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
@@ -94,6 +95,20 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
         ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
     ]
+
+
+def encoding(workers: Sequence[Json]) -> list[str]:
+    """What computes the embeddings, with the times of all that were measured: a line for each kind of outcome."""
+    seen: dict[tuple[str, ...], str] = {}
+    for worker in workers:
+        if worker.get("backend") is None:
+            continue
+        trials = sorted((trial for trial in worker["trials"] if trial["seconds"]), key=lambda trial: trial["seconds"])
+        times = ", ".join(f"{trial['backend']} {1000 * trial['seconds']:.3g} ms{' (refused)' if trial['note'] else ''}"
+                          for trial in trials)
+        line = f"{worker['backend']} in {worker['name']}" + (f"; one block: {times}" if times else "")
+        seen.setdefault((worker["backend"], *(trial["backend"] + trial["note"] for trial in trials)), line)
+    return list(seen.values())
 
 
 def _memory(snapshot: Json) -> str:

@@ -7,6 +7,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from epdd import __version__
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
@@ -111,6 +113,8 @@ class Status:
             "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
             "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
             "parameters": ready.parameters if ready else None,
+            "backend": (ready.backend or None) if ready else None,
+            "trials": [msgspec.to_builtins(trial) for trial in ready.trials] if ready else None,
             "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
             "kv_cached": worker.beat.kv_cached if worker.role == "pd" else None,
             "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,

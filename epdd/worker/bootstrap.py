@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,11 +24,14 @@ import msgspec
 
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
+from epdd.families import weights
+from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
-GPU = {"pd": ("epdd.worker.gpu.engine", "GpuEngine")}       # instead, on devices other than "cpu"
+# Instead, on devices other than "cpu".
+GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
@@ -87,22 +92,31 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
-    module, name = roles[spec.role]
-    role_class = getattr(importlib.import_module(module), name)
+    role_class = role_of(spec)
     told("arena", 0.0)
-    mapping = _map_arena(spec, arena)
+    mapping = _map_arena(spec, arena, lambda done: told("arena", done))
     huge_bytes = 0
     if mapping is not None:
         huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
         threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     told("weights", 0.0)
+    weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
-    role = role_class(spec, mapping, connection.send, *waiting)
+    loads = spec.pace is None or spec.pace.answers == "demo"
+    with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+        role = role_class(spec, mapping, connection.send, *waiting)
+    weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
+
+
+def role_of(spec: wire.WorkerSpec) -> Any:
+    """The class of its role, on its device."""
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
+    return getattr(importlib.import_module(module), name)
 
 
 def _set_up_torch(threads: int) -> None:
@@ -111,11 +125,11 @@ def _set_up_torch(threads: int) -> None:
     torch.set_num_interop_threads(1)
 
 
-def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
+def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:
     if arena is None:
         return None
     mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes, spec.huge_pages)
-    mapping.reserve(*spec.arena_slice)
+    mapping.reserve(*spec.arena_slice, progress)
     return mapping
 
 
@@ -128,8 +142,8 @@ def _map_others_slices(mapping: Any) -> None:
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
     """Tell journal and daemon why this worker ends."""
-    if isinstance(error, StartupError):
-        log.error("%s cannot start: %s", spec.name, error.message)
+    if isinstance(error, (StartupError, DeviceError)):
+        log.error("%s ends: %s", spec.name, error.message)
     else:
         log.error("%s failed", spec.name, exc_info=error)
     code, text = (error.code, error.message) if isinstance(error, EpddError) else (

@@ -105,7 +105,7 @@ def loaded_runtime() -> Runtime:
 
 
 class Device:
-    """The one GPU of this process.  Made, and used, in the thread that does the work: CUDA's choice is by thread."""
+    """The one GPU of this process.  CUDA's choice is by thread: others than that which makes this `enter` first."""
 
     def __init__(self, name: str) -> None:
         """Selects "cuda:N", N as NVML counts, and starts its context.  Raises HardwareError."""
@@ -122,15 +122,32 @@ class Device:
         except RuntimeError as error:
             raise HardwareError(f"{name} cannot be used: {(str(error).splitlines() or [''])[0]}") from None
         self._runtime = loaded_runtime()
-        self._capture_stream = torch.cuda.Stream()
+        # Kernels of a graph keep the priority of the stream they were captured on.
+        self._capture_stream = self.stream(urgent=True)
         self._graphs = torch.cuda.graph_pool_handle()
 
+    def enter(self) -> None:
+        """This thread uses the GPU as well."""
+        torch.cuda.set_device(self.torch)
+
     # --- memory
+
+    def limit(self, size: int) -> None:
+        """Let tensors of this process take no more than so many bytes, all together."""
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / self.memory()[1]), self.torch)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory that copies to the GPU need not wait for."""
+        return tensor.pin_memory()
 
     def memory(self) -> tuple[int, int]:
         """Bytes free and in all, of the whole GPU."""
         free, total = torch.cuda.mem_get_info(self.torch)
         return int(free), int(total)
+
+    def held_bytes(self) -> int:
+        """What tensors of this process take now."""
+        return int(torch.cuda.memory_allocated(self.torch))
 
     def peak_bytes(self) -> int:
         """The most that tensors of this process have taken since `reset_peak`."""

@@ -57,9 +57,8 @@ class Engine(Intake[Request]):
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
-        # Its name in transformers 5.17, and later.
         named = inspect.signature(self._text.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"
+        self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
         kv_dtype = kv.pick_dtype(spec, self.dtype)
@@ -70,15 +69,8 @@ class Engine(Intake[Request]):
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
-        # They read the plan that the attention for CPUs makes.
-        self._kernels = self.attention == attention.NAME and layer.install(self.model, self._pool)
-        if self._kernels:
-            self._head = self.model.get_output_embeddings()
-            prepack.leave_unpacked(self.model)
-            norm.fuse(self.model)
-        else:
-            prepack.pack(self.model)
-        log.info("%s decode kernels=%s", spec.name, native.instructions() if self._kernels else "none")
+        self._kernels = self._exchange(spec.name)
+        self._head = self.model.get_output_embeddings()
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)
@@ -102,12 +94,9 @@ class Engine(Intake[Request]):
         try:
             self._postprocess(batch, self._run(batch))
         except Exception as error:
-            problem = cuda.fault(error)
-            if isinstance(problem, DeviceError):
-                raise problem from error
             for request, _ in batch.chunks:
                 if request.id in self._requests:
-                    self._end(request, failed(request.id, problem or error))
+                    self._fail(request, error)
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
@@ -123,6 +112,17 @@ class Engine(Intake[Request]):
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
                           parameters=self._parameters)
+
+    def _exchange(self, name: str) -> bool:
+        """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
+        kernels = layer.install(self.model, self._pool)
+        if kernels:
+            prepack.leave_unpacked(self.model)
+            norm.fuse(self.model)
+        else:
+            prepack.pack(self.model)
+        log.info("%s decode kernels=%s", name, native.instructions() if kernels else "none")
+        return kernels
 
     # --- a request's beginning
 
@@ -219,8 +219,7 @@ class Engine(Intake[Request]):
         wanted = inputs.wanted(batch)
         if not wanted:
             return Logits(hidden.new_zeros(0, 0), [], [])
-        best, logits = self._best(hidden[wanted])
-        return Logits(logits, *_lists(best))
+        return self._read(*self._best(hidden[wanted]))
 
     def _layout(self, batch: Batch[Request]) -> list[tuple[int, int, int]]:
         """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
@@ -240,6 +239,11 @@ class Engine(Intake[Request]):
         values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
         return torch.stack((values, ids.float())), logits       # float32 holds integers up to 16 million
 
+    @staticmethod
+    def _read(best: torch.Tensor, logits: torch.Tensor) -> Logits:
+        values, ids = best.tolist()
+        return Logits(logits, values, [int(token) for token in ids])
+
     def _postprocess(self, batch: Batch[Request], found: Logits) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""
         ready: list[Request] = []
@@ -258,7 +262,7 @@ class Engine(Intake[Request]):
                     self._pool.share(request.id, request.items[:request.proven])
                 self._advance(request, best if request.sampler.plain else request.sampler.choose(logits), logits)
             except Exception as error:
-                self._end(request, failed(request.id, error))
+                self._fail(request, error)
 
     def _let_go(self, request: Request) -> None:
         """Stop reading leases.
@@ -286,12 +290,14 @@ class Engine(Intake[Request]):
         elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Raises DeviceError where it is not the request's alone."""
+        problem = cuda.fault(error)
+        if isinstance(problem, DeviceError):
+            raise problem
+        self._end(request, failed(request.id, problem or error))
+
     def _release(self, request: Request) -> None:
         """Give a request's memory back; what it computed stays known until the memory is needed."""
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)
-
-
-def _lists(best: torch.Tensor) -> tuple[list[float], list[int]]:
-    values, ids = best.tolist()
-    return values, [int(token) for token in ids]

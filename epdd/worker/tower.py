@@ -8,6 +8,7 @@ are computed is a matter of `backends`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from epdd.families import Family
-from epdd.worker.grids import Grid, Segments, Tables, tables
+from epdd.worker.grids import Grid, Segments, tables
 
 
 class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
@@ -66,8 +67,8 @@ class ImageAttention(nn.Module):  # type: ignore[misc]
         """[n, width] to [n, width].  `cu_seqlens` keeps the name that the tower's blocks call it by."""
         n, width = hidden_states.shape
         joint = self.qkv(hidden_states).view(n, 3, self.heads, -1)
-        rotate(joint[:, :2], *position_embeddings)
-        return self.proj(self.attend(*joint.unbind(1), cu_seqlens).reshape(n, width))
+        query, key = rotate(joint[:, :2], *position_embeddings).unbind(1)
+        return self.proj(self.attend(query, key, joint[:, 2], cu_seqlens).reshape(n, width))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> torch.Tensor:
         """[n, heads, head_dim] of each to the same shape; a backend may put another kernel here.
@@ -76,34 +77,43 @@ class ImageAttention(nn.Module):  # type: ignore[misc]
         """
         pieces = []
         for start, length, count in segments.runs:
-            parts = (x.narrow(0, start, length * count).unflatten(0, (count, length)).transpose(1, 2)
-                     for x in (query, key, value))
-            pieces.append(functional.scaled_dot_product_attention(*parts, scale=self.scaling)
-                          .transpose(1, 2).flatten(0, 1))
+            q, k, v = (x.narrow(0, start, length * count).unflatten(0, (count, length)).transpose(1, 2)
+                       for x in (query, key, value))
+            made = functional.scaled_dot_product_attention(q, k, v, scale=self.scaling)
+            pieces.append(made.transpose(1, 2).flatten(0, 1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def rotate(joint: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotary positions onto queries and keys [n, 2, heads, head_dim], in place and in float32, as transformers does."""
+def rotate(joint: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions onto queries and keys [n, 2, heads, head_dim], in float32 inside, as transformers does."""
     half = cos.shape[-1] // 2
-    cos, sin = cos[:, None, None, :half], sin[:, None, None, :half]     # both halves of a table are the same
-    first, second = (x.float() for x in joint.split(half, -1))
-    turned = (first * cos).addcmul_(second, sin, value=-1)
-    joint[..., half:] = (second * cos).addcmul_(first, sin)
-    joint[..., :half] = turned
+    rows = joint.float()
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    turned = rows * cos
+    turned[..., :half].addcmul_(rows[..., half:], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(rows[..., :half], sin[..., half:])
+    return turned.to(joint.dtype)
 
 
 class Tower:
     """Patches and grids in, planes out: embeddings, then deepstack features, each [rows, hidden]."""
 
-    def __init__(self, module: Any, family: Family) -> None:
-        """Takes the module as loaded, and changes it."""
-        self.family, self.module = family, module
+    def __init__(self, load: Callable[[], Any], family: Family) -> None:
+        """`load` gives the module as transformers loads it, each time anew."""
+        self.family = family
+        self._load = load
+        self.reload()
+
+    def reload(self) -> None:
+        """Begin again with the weights as loaded, whatever a backend has made of them."""
+        self.module: Any = None         # the old ones go first
+        self._tables: Any = None
+        self.module = module = self._load()
         weight = module.patch_embed.proj.weight
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
         self.parameters: int = sum(p.numel() for p in module.parameters())
-        module.patch_embed = FoldedPatchEmbed(module.patch_embed.proj, family.mean, family.std)
+        module.patch_embed = FoldedPatchEmbed(module.patch_embed.proj, self.family.mean, self.family.std)
         for block in module.blocks:
             block.attn = ImageAttention(block.attn)
         self._tables = tables(module)
@@ -115,11 +125,14 @@ class Tower:
         out = self.module(patches, return_dict=True, **self._tables(tuple(grids)))
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
-    def sample(self, blocks: int) -> "Tower":
-        """A copy with so many blocks, for trials: each costs what any other does."""
+    def sample(self) -> "Tower":
+        """A copy with one block and no mergers, for trials: each block costs what any other does."""
         other = copy.copy(self)
-        other.module = copy.copy(self.module)
-        other.module._modules = dict(self.module._modules)
-        other.module.blocks = self.module.blocks[:blocks]
-        other.module = copy.deepcopy(other.module)
+        module = other.module = copy.copy(self.module)
+        module._modules = dict(module._modules)
+        module.blocks = module.blocks[:1]
+        module.merger = nn.Identity()
+        module.deepstack_visual_indexes = []
+        module.deepstack_merger_list = nn.ModuleList()
+        other.module = copy.deepcopy(module)
         return other

@@ -65,6 +65,14 @@ class Daemon:
         self.wait(lambda status: status["state"] == "ready")
         return self
 
+    @contextmanager
+    def healing(self):
+        """Around a fault and what comes of it; prints how long it was until all workers were READY again."""
+        began = time.monotonic()
+        yield
+        self.ready()
+        print(f"READY again after {time.monotonic() - began:.1f} s")
+
     def at_rest(self):
         """Until nothing is running; returns the numbers that must be back at their start."""
         idle = self.wait(lambda s: s["requests"]["running"] == 0 and s["router"]["queue_jobs"] == 0 and all(
@@ -109,14 +117,14 @@ class Daemon:
 
 
 @contextmanager
-def running(model=None, folder=None, **settings):
+def running(model=None, folder=None, program="epdd", **settings):
     """A daemon on a free port with its own admin socket, in `folder` if one is given; `settings` as section__key=value.
 
-    It may be killed meanwhile.
+    It may be killed meanwhile.  `program`: the module that is run.
     """
     with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
         folder = Path(folder)
-        command = [sys.executable, "-m", "epdd", "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
+        command = [sys.executable, "-m", program, "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
                    "--set", "arena.bytes=0x4000000", "--set", "pd.kv_tokens=16384"]
         if model:
             command += ["--model", str(model)]

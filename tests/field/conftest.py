@@ -19,6 +19,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 40 << 10,
               "server__body_bytes_max": 8 << 20},
     "text": {"encoder__workers": 1, "media__images_max": 0},
+    # One GPU, which is a fake, shared by an encoder and a prefill-decode worker.
+    "gpu": {"program": "tests.field.gpu_daemon", "encoder__workers": "gpu:1,cpu:1", "pd__workers": "gpu:1"},
 }
 _VERDICTS = pytest.StashKey[dict[str, tuple[str, str]]]()
 _LONGEST = 160
@@ -65,6 +67,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]
         short = bool(case.short) and report.outcome == "skipped"
         verdict = "short" if short else {"passed": "right", "failed": "WRONG"}.get(report.outcome, report.outcome)
         why = repr(call.excinfo.value) if report.failed and call.excinfo else ""
+        ready_s = dict(report.user_properties).get("ready_s")
+        if ready_s is not None:
+            why = f"READY again after {ready_s:.1f} s: {case.goes_in} -> {case.comes_out}"
         item.config.stash.setdefault(_VERDICTS, {})[case.id] = verdict, why
     return report
 

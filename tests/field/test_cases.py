@@ -10,19 +10,21 @@ import aiohttp
 import pytest
 
 from tests.e2e.daemon import Daemon
-from tests.field import api, caches, connections, getting, oracle, pixels, processes, prompts  # noqa: F401
+from tests.field import (api, caches, connections, getting, gpu_faults, oracle, pixels, processes,  # noqa: F401
+                         prompts)
 from tests.field.house import House
 from tests.field.table import CASES, Case, Short
 from tests.field.web import Host
 
-_ORDER = ("shared", "small", "text")
+_ORDER = ("shared", "small", "text", "gpu")
 _TEXTS: dict[str, str] = {}
 _AT_REST: dict[str, dict[str, Any]] = {}
 _RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.index(case.daemon), case.id))
 
 
 @pytest.mark.parametrize("case", _RUN, ids=str)
-async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path) -> None:
+async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path,
+                    record_property: Callable[[str, object], None]) -> None:
     daemon = start(case.daemon)
     connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else our own idle connections would be counted
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
@@ -35,6 +37,7 @@ async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, fold
             # Workers tell of themselves once a second: the numbers after one case are those before the next.
             before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(house)
             _AT_REST[case.daemon] = await oracle.judge(house, case, before, _TEXTS[case.daemon], sees)
+            record_property("ready_s", house.ready_s)
             return
         assert case.drill is not None
         with pytest.raises(Short):      # when it is reached at last, the row must say so

@@ -43,6 +43,7 @@ class FakeDevice:
         self.total = total
         self.process = process or os.getpid()
         self.emptied = 0            # calls of empty_cache
+        self.peak = 0               # bytes, as told
         self.registered = []        # (address, bytes)
         self._taken = 0
         self._default = self._current = Stream()
@@ -53,20 +54,33 @@ class FakeDevice:
         self._faults = {}           # call: errors to raise
 
     def inject(self, call, *errors):
-        """The next calls of this name raise these, one after the other."""
+        """The next calls of this name raise these, one after the other; None: that one goes well."""
         self._faults.setdefault(call, []).extend(errors)
 
     def _maybe(self, call):
-        if self._faults.get(call):
-            raise self._faults[call].pop(0)
+        error = self._faults[call].pop(0) if self._faults.get(call) else None
+        if error is not None:
+            raise error
+
+    def enter(self):
+        pass
 
     # --- memory
+
+    def limit(self, size):
+        self.allowed = size         # to tensors; what `allocate` gives is apart
+
+    def pinned(self, tensor):
+        return tensor.clone()
 
     def memory(self):
         return self.total - self._taken, self.total
 
-    def peak_bytes(self):
+    def held_bytes(self):
         return 0
+
+    def peak_bytes(self):
+        return self.peak
 
     def reset_peak(self):
         pass

@@ -90,9 +90,9 @@ def test_a_device_that_is_not_there_is_said_so(monkeypatch):
 
 
 def test_this_torch_has_the_names_that_are_called():
-    for name in ("set_device", "synchronize", "mem_get_info", "max_memory_allocated", "reset_peak_memory_stats",
-                 "empty_cache", "current_stream", "stream", "graph_pool_handle", "graph", "CUDAGraph",
-                 "get_device_name"):
+    for name in ("set_device", "synchronize", "mem_get_info", "memory_allocated", "max_memory_allocated",
+                 "reset_peak_memory_stats", "set_per_process_memory_fraction", "empty_cache", "current_stream",
+                 "stream", "graph_pool_handle", "graph", "CUDAGraph", "get_device_name"):
         assert hasattr(torch.cuda, name), name
     for owner, names in ((torch.cuda.Stream, ("wait_event", "wait_stream", "synchronize")),
                          (torch.cuda.Event, ("record", "query"))):

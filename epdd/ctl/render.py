@@ -84,6 +84,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
+        *[("handover", line) for line in handover(snapshot)],
         ("memory", _memory(snapshot)),
         ("cache", f"{count(cache['entries'], 'image')}, {size(cache['bytes'])} of {size(cache['limit_bytes'])}"),
         ("lookups", f"{quantity(cache['hits'])} hits{_share(cache['hits'], cache['misses'])}, "
@@ -106,8 +107,22 @@ def _memory(snapshot: Json) -> str:
             f"tokens used, {quantity(cached)} kept for prompts to come")
 
 
+def handover(snapshot: Json) -> list[str]:
+    """How rows get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
+    lines = []
+    for pool in snapshot["transport"]["pools"]:
+        lines.append(f"{pool['encoder']}: {size(pool['used_bytes'])} of {size(pool['bytes'])} used of its GPU's "
+                     f"memory, {size(pool['cached_bytes'])} cached")
+    ways: dict[tuple[str, str], list[str]] = {}
+    for pair in snapshot["transport"]["pairs"]:
+        if pair["why"] != "on CPUs":
+            way = "by its GPU's memory" if pair["way"] == "gpu" else f"by the host's: {pair['why']}"
+            ways.setdefault((pair["encoder"], way), []).append(pair["pd"])
+    return lines + [f"{encoder} to {', '.join(pds)} {way}" for (encoder, way), pds in ways.items()]
+
+
 def encoding(workers: Sequence[Json]) -> list[str]:
-    """What computes the embeddings, with the times of all that were measured for it: a line for each kind of outcome."""
+    """What computes the embeddings, with the times of all that were measured: a line for each kind of outcome."""
     seen: dict[tuple[str, ...], str] = {}
     for worker in workers:
         if worker.get("backend") is None:

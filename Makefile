@@ -32,6 +32,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/flake8 epdd tests tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/audit.py
 
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
 $(VENV)/.installed: setup.cfg constraints.txt

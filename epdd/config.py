@@ -126,6 +126,9 @@ class Emulation:
 @dataclass(frozen=True)
 class Log:
     level: str = "info"
+    requests: str = ""                      # file of the request log; empty: none
+    requests_bytes_max: int = 64 << 20      # then it becomes FILE.1
+    requests_kept: int = 4                  # files that are full
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import ConfigError, StartupError
-from epdd.families import Family
+from epdd.families import Family, weights
 from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
@@ -38,7 +38,10 @@ from epdd.fleet.worker import State, Worker
 from epdd.frontend import app, terminal, unix_socket
 from epdd.frontend.admin import AdminServer
 from epdd.frontend.context import Context
+from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
+from epdd.frontend.request_log import RequestLog
+from epdd.frontend.server import Runner
 from epdd.frontend.status import Status
 from epdd.hardware.probe import probe
 from epdd.wire import WorkerSpec
@@ -60,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         log.setup(settings.log.level)
         _return_freed_memory()
         family = families.load(settings.model.path or str(families.DEMO))
+        family = replace(family, weights=weights.identity(family.folder))
         emulated = emulation.load(settings.emulation, family.folder)
         if emulated is not None:
             logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,
@@ -102,6 +106,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL("libc.so.6")
 
 
+def _request_log(settings: config.Log) -> RequestLog | None:
+    if not settings.requests:
+        return None
+    return RequestLog(Path(settings.requests), settings.requests_bytes_max, settings.requests_kept)
+
+
 def _model_name(family: Family, emulated: Emulation | None) -> str:
     """Name in the API where the operator gives none: what makes rows without a model has not the model's name."""
     if emulated is not None and not emulated.needs_torch:
@@ -135,21 +145,22 @@ class Daemon:
         self._history = History()
         self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
         self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
-        stats = RequestStats()
+        self._keys = Keys(settings.server)
+        stats = self._stats = RequestStats(request_log=_request_log(settings.log))
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats, label)
         self._context = Context(
             config=settings, family=family, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            stats=stats, emulated=label)
+            keys=self._keys, stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:
         """Serve until told to stop.  Raises StartupError."""
         self._handle_signals()
-        runner = web.AppRunner(app.build(self._context), handler_cancellation=True, access_log=None,
-                               shutdown_timeout=CLOSE_S)
+        application = app.build(self._context)
+        runner = Runner(application, self._stats, CLOSE_S)
         await runner.setup()
         _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
         admin: AdminServer | None = None
@@ -173,6 +184,8 @@ class Daemon:
             await self._supervisor.stop()
             await runner.cleanup()
             self._cleanup.close()
+            if self._stats.request_log is not None:
+                self._stats.request_log.close()
             if admin is not None:
                 await admin.stop()
         logger.info("epdd stopped")
@@ -228,10 +241,13 @@ class Daemon:
             systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
             fresh, _ = config.load(self._arguments)
+            self._keys.load(fresh.server)
         except ConfigError as error:
             logger.error("reload refused, the old settings stay: %s", error.message)
         else:
             log.setup(fresh.log.level)
+            if self._stats.request_log is not None:
+                self._stats.request_log.reopen()
             self._route(fresh.router)
             # CPUs may have come or gone; settings of placement are those of the start.
             look = asyncio.create_task(self._seating.look(plan_anew=True))

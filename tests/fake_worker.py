@@ -137,6 +137,9 @@ class FakeWorker:
         if raw.startswith(b"broken"):
             self.say(Failed(message.id, "image_parse_error", "the image is damaged"))
             return
+        if raw.startswith(b"no memory"):
+            self.say(Failed(message.id, "out_of_memory", "there is no memory for this"))
+            return
         self.view(message.lease)[:4] = fingerprint(raw).to_bytes(4, "little")
         size = 5 if raw == b"lie" else message.lease.size // 2
         self.say(Encoded(message.id, message.rows, size, "bfloat16", self.manners.get("encode_s", 0.01)))

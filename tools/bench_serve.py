@@ -9,8 +9,8 @@
     python tools/bench_serve.py compare cmp
 
 `run` measures one server, at each rate of Poisson arrivals and with so many requests always at once (saturation), and
-adds a JSON file for each to the folder, so that a comparison can be made in pieces.  `--start` starts the server
-itself: `epdd`; `one-process`, epdd's parts in one process as colocated servers have them (tools/one_process.py);
+adds a folder for each, with aiperf's own files, so that a comparison can be made in pieces.  `--start` starts it too:
+`epdd`; `one-process`, epdd's parts in one process as colocated servers have them (tools/one_process.py);
 `transformers`, transformers' own server (tools/transformers_serve.py), from a venv with `transformers[serving]`.
 `compare` makes tables and plots of what is there: TTFT and TPOT (a request's mean time between tokens), the gaps
 between tokens one by one, throughput, and ratios to the first server.
@@ -34,7 +34,6 @@ from aiperf_load import Arrivals, Load
 from report import Report
 
 KINDS = ("epdd", "one-process", "transformers")
-WARM_UP_REQUESTS = 2
 
 
 def server(args: argparse.Namespace) -> launch.Server:
@@ -73,22 +72,23 @@ def run(args: argparse.Namespace) -> None:
     with serving(args) as url:
         with urllib.request.urlopen(f"{url}/v1/models") as answer:
             model = json.load(answer)["data"][0]["id"]
-        for number, arrivals in enumerate([Arrivals(WARM_UP_REQUESTS, at_once=1), *points]):
-            folder = args.out / name / f"aiperf-{str(arrivals).replace(' ', '-')}"
+        if args.warm_up:
+            points.insert(0, Arrivals(args.warm_up, at_once=1))
+        for number, arrivals in enumerate(points):
+            where = args.out / name / str(arrivals).replace(" ", "-")
             try:
                 found = aiperf_load.run(args.aiperf, url, model, Path(args.model), load, arrivals,
-                                        args.seed + number, folder, extra)
+                                        args.seed + number, where / "aiperf", extra)
             except aiperf_load.AiperfFailed as error:
                 sys.exit(str(error))
-            if not number:
-                continue            # the first requests warm up
-            found |= {"server": name, "load": asdict(load), "cpus": args.cpus}
-            (args.out / name / f"{str(arrivals).replace(' ', '-')}.json").write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{name} {arrivals}: {serve_tables.line(found)}", flush=True)
+            if number or not args.warm_up:
+                found |= {"server": name, "load": asdict(load), "cpus": args.cpus}
+                (where / "point.json").write_text(json.dumps(found, indent=1) + "\n")
+                print(f"{name} {arrivals}: {serve_tables.line(found)}", flush=True)
 
 
 def compare(args: argparse.Namespace) -> None:
-    found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*/*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*/*/point.json"))]
     if not found:
         sys.exit(f"nothing was measured in {args.folder}")
     loads = {json.dumps(point["load"]) for point in found}
@@ -115,6 +115,7 @@ def main() -> None:
     one.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, Poisson")
     one.add_argument("--at-once", type=int, nargs="*", default=[], help="always so many requests: saturation")
     one.add_argument("--requests", type=int, default=30, help="at each rate")
+    one.add_argument("--warm-up", type=int, default=2, metavar="REQUESTS", help="before, one after the other")
     one.add_argument("--images", type=int, default=4)
     one.add_argument("--width", type=int, default=448)
     one.add_argument("--height", type=int, default=448)
@@ -129,7 +130,10 @@ def main() -> None:
     all_of_them.add_argument("--base", default="epdd", help="the server that ratios refer to")
     all_of_them.set_defaults(do=compare)
     args = parser.parse_args()
-    args.do(args)
+    try:
+        args.do(args)
+    except KeyboardInterrupt:
+        sys.exit(130)           # its server and aiperf have ended with it
 
 
 if __name__ == "__main__":

@@ -119,10 +119,12 @@ class Process:
 
     _pids = count(1)
 
-    def __init__(self, spec: WorkerSpec, link: Link, memory: Memory, manners: Manners, died: Callable[[], None]) -> None:
+    def __init__(self, spec: WorkerSpec, link: Link, memory: Memory, manners: Manners,
+                 died: Callable[[], None]) -> None:
         self.spec = spec
         self.pid = next(self._pids)
         self.alive, self.ready, self.told_to_end = True, False, False
+        self.killed_at = 0.0
         self.works: dict[str, Task] = {}
         self._link = link
         self._memory = memory
@@ -144,7 +146,9 @@ class Process:
     def terminate(self) -> None:
         self.told_to_end = True
 
-    kill = terminate
+    def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
+        self.terminate()
 
     @property
     def seen(self) -> bool:
@@ -188,6 +192,18 @@ class Process:
             yield Action(f"{name} is heard", self._deliver)
         if not self.alive and self.code is not None and not self._ended.done():
             yield Action(f"{name} is seen to be gone", self._reap)
+
+    def take_works(self) -> None:
+        """All that lie before the first Cancel."""
+        while self.alive and self.inbox and not isinstance(self.inbox[0][0], Cancel):
+            self._take()
+
+    def be_heard(self) -> bool:
+        """All it has said; False if that is nothing."""
+        said = bool(self.outbox)
+        while self.outbox:
+            self._deliver()
+        return said
 
     def die(self, code: int) -> None:
         """It touches nothing any more; what it said may still be heard."""

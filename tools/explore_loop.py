@@ -124,6 +124,11 @@ class Loop(asyncio.SelectorEventLoop):
         self._world_selector = _Selector()
         super().__init__(self._world_selector)
 
+    def _make_self_pipe(self) -> None:
+        """No other thread wakes this loop; opening and closing the sockets for it would be a fifth of a schedule."""
+
+    _close_self_pipe = _make_self_pipe
+
     def time(self) -> float:
         return self._world_selector.now
 

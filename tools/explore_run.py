@@ -7,8 +7,10 @@ those of explore_fleet.py and explore_loop.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -26,15 +28,13 @@ from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.errors import (ArenaFull, EpddError, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost,
-                         WorkerTimeout)
+from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
 from epdd.fleet import supervisor
-from epdd.fleet.worker import State, Worker
+from epdd.fleet.worker import Worker
 from epdd.wire import Done, Prefilled, Sampling, Tokens, WorkerSpec
 
 ACTIONS_MAX = 5_000         # of a schedule: ten times what the longest needs
-CALM_S = 3_600.0            # virtual; with no more faults everything ends long before
 NEVER_S = 1e9
 ROWS_A_PAGE = 16
 FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
@@ -71,7 +71,10 @@ class Scenario:
     orders: int = 0                 # drain, resume, restart, garbage, the stop of the daemon
     policy: str = "earliest"
     encode_s: float = 0.05
-    at_any_pass: bool = True        # things happen also while callbacks of the loop are ready
+    # To run all schedules of it: things happen one after another, each when the loop has nothing left to do; processes
+    # take works at once and are heard at once, time passes when nothing else can happen, and all are ready before the
+    # first request.  Orders and answers still cross: a Cancel is taken when the schedule says so.
+    small: bool = False
 
 
 def scenario(rng: random.Random) -> Scenario:
@@ -119,6 +122,9 @@ class Asker:
     async def _listen(self, pipeline: Pipeline) -> None:
         async with aclosing(pipeline.run(self.request)) as events:
             async for event in events:
+                if not isinstance(event[1], (Prefilled, Tokens, Done)):
+                    self.told.clear()       # all begins anew
+                    continue
                 self.told.append(event)
                 if self.ask.slow:
                     self.gate = asyncio.get_running_loop().create_future()
@@ -141,15 +147,13 @@ class House:
         self._choices = choices
         self._loop = loop
         self._left = {"cancel": given.cancels, "death": given.deaths, "order": given.orders}
-        self._kinds: set[str] = set()       # of faults that happened
-        self.deaths = 0
+        self._happened: Counter[str] = Counter()    # faults
         self.story: list[str] = []
         self.faults: list[str] = []         # of ours, as the log and the loop tell them
         self.memory = Memory(given.pages * PAGE)
         self.leases = Leases(given.pages * PAGE, given.cache_pages * PAGE)
         self.leases._extents = self.memory
-        config = Config().with_values("fleet", {"stall_s": NEVER_S, "start_timeout_s": NEVER_S}, "explored")
-        config = config.with_values("router", {"policy": given.policy}, "explored")
+        config = _settings(given.policy)
         devices = ["cuda:0" if i < given.gpus else "cpu" for i in range(given.encoders)]
         specs = [*(WorkerSpec(f"encoder/{i}", "encoder", device, (), None, 1, "") for i, device in enumerate(devices)),
                  *(WorkerSpec(f"pd/{i}", "pd", "cpu", (), None, 1, "") for i in range(given.pds))]
@@ -160,13 +164,15 @@ class House:
         self.pipeline = Pipeline(self.supervisor, self.leases, self.encoding, self.admission, history)
         self.processes: list[Process] = []
         self.askers = [Asker(ask, _request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
-        self._calm_since: float | None = None
+        self._goes_on = False       # without a fault, an operator or time
         self._stop: asyncio.Task[None] | None = None
 
     def _changed(self, worker: Worker) -> None:
         self.pipeline.fleet_changed()
 
     # --- as the supervisor's fork server
+
+    pid = None
 
     async def spawn(self, spec: WorkerSpec, link: Any, arena_fd: int) -> Process:
         manners = Manners(encode_s=self._given.encode_s)
@@ -178,8 +184,7 @@ class House:
         """There is no fork server to end."""
 
     def _died(self) -> None:
-        self.deaths += 1
-        self._kinds.add("death")
+        self._happened["death"] += 1
 
     # --- as the loop's world
 
@@ -189,23 +194,40 @@ class House:
         if self._ended():
             self._loop.stop()
             return 0.0
-        if timeout == 0 and not (self._given.at_any_pass and self._choices.now_and_then()):
+        if timeout == 0 and (self._given.small or not self._choices.now_and_then()):
             return 0.0
         if len(self.story) > ACTIONS_MAX:
             raise Violation("it goes on for ever")
+        if self._given.small and self._hurry():
+            return 0.0
         actions = self._actions()
-        if timeout and not (self._stop is not None and any(process.told_to_end for process in self.processes)):
-            # What is told to end at a stop does so sooner than the daemon gives up waiting.
+        if timeout and not (self._given.small and self._goes_on) and not self._ending:
             actions.append(Action("time passes", lambda: None))
         if timeout == 0:
             actions.append(Action("", lambda: None))        # or nothing, while callbacks run
         if not actions:
             return self._nothing_left(timeout)
-        action = self._choices.choose(actions)
+        action = actions[0] if self._given.small and self._aside else self._choices.choose(actions)
         if action.name:
             self.story.append(action.name)
         action.call(*action.args)
         return timeout or 0.0 if action.name == "time passes" else 0.0
+
+    def _hurry(self) -> bool:
+        """What processes do at once in a small scenario; whether the daemon has something to hear of it."""
+        for process in self.processes:
+            process.take_works()
+        return any([process.be_heard() for process in self.processes])
+
+    @property
+    def _aside(self) -> bool:
+        """Before the first request, or after the last."""
+        return self._stop is not None or not all(worker.was_ready for worker in self.supervisor.workers)
+
+    @property
+    def _ending(self) -> bool:
+        """What is told to end at a stop does so sooner than the daemon gives up waiting."""
+        return self._stop is not None and any(process.told_to_end for process in self.processes)
 
     def _nothing_left(self, timeout: float | None) -> float:
         if timeout is None:
@@ -229,15 +251,16 @@ class House:
             actions += process.actions()
         for asker in self.askers:
             if asker.task is None and not any(worker.was_ready for worker in self.supervisor.role("pd")):
-                break       # before that all are refused
+                break       # all would be refused
             if asker.task is None:
                 actions.append(Action(f"{asker.request.id} comes", self._begin, (asker,)))
                 break       # in their order: they differ by what they ask
             if asker.gate is not None and not asker.gate.done():
                 actions.append(Action(f"{asker.request.id} reads", asker.read_on))
-        if self._choices.now_and_then():
+        self._goes_on = bool(actions)
+        if self._choices.now_and_then() and not (self._given.small and self._aside):
             actions += self._faults()
-        if not actions:
+        if not self._goes_on:
             actions += self._repairs()
         return actions
 
@@ -266,12 +289,12 @@ class House:
     def _fault(self, kind: str, name: str, call: Callable[..., Any], *args: Any) -> Action:
         def happen() -> None:
             self._left[kind] -= 1
-            self._kinds.add(kind)
-            self.deaths += kind == "death"
+            self._happened[kind] += 1
             call(*args)
         return Action(name, happen)
 
     def _begin_stop(self) -> None:
+        self._happened["order"] += len(self.supervisor.workers)     # of all of them at once
         self._stop = self._loop.create_task(self.supervisor.stop())
 
     def _repairs(self) -> Iterator[Action]:
@@ -306,7 +329,8 @@ class House:
         if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
             raise Violation(f"works that did not end once: {wrong}")
         leases, router = self.leases, self.encoding.router
-        rest = {"in the house": self.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes, "waiting for room": leases.waiting,
+        rest = {"in the house": self.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes,
+                "waiting for room": leases.waiting,
                 "wanted": sum(entry.refs for entry in leases._entries.values()),
                 "held": sum(entry.holds for entry in leases._entries.values()),
                 "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(self.encoding._jobs),
@@ -337,7 +361,7 @@ class House:
                 raise Violation(f"{asker.request.id} completed with {whole}")
             if {MANNERS.bad, MANNERS.lie} & set(ask.images):
                 raise Violation(f"{asker.request.id} has an image that cannot be encoded, and completed")
-        elif asker.outcome == "cancelled" and "cancel" not in self._kinds:
+        elif asker.outcome == "cancelled" and not self._happened["cancel"]:
             raise Violation(f"{asker.request.id} was cancelled by nobody")
         elif error is not None and not self._fair(asker, error):
             raise Violation(f"{asker.request.id} failed for no reason: {type(error).__name__}: {error}")
@@ -345,6 +369,8 @@ class House:
     def _fair(self, asker: Asker, error: Exception) -> bool:
         """Whether what happened explains the error."""
         ask, started = asker.ask, any(isinstance(event, Tokens) for _, event in asker.told)
+        orders = self._happened["order"]
+        losses = orders + self._happened["death"]       # at most
         if isinstance(error, MediaError):
             return MANNERS.bad in ask.images
         if isinstance(error, ProtocolError):
@@ -353,12 +379,18 @@ class House:
             return ask.deadline_s > 0
         if isinstance(error, ArenaFull):
             return sum(pages_of(image) for image in set(ask.images)) > self._given.pages
-        if isinstance(error, Rejected):
-            return self.deaths + ("order" in self._kinds) >= 2
-        if isinstance(error, WorkerLost):
-            # One loss before the first token is made good.
-            return started and self.deaths > 0 or self.deaths > 1 or "order" in self._kinds
-        return isinstance(error, NoWorker) and ("order" in self._kinds or self.deaths > 1)
+        if isinstance(error, WorkerLost) and started:
+            return losses > 0
+        if isinstance(error, (WorkerLost, Rejected)):
+            return losses > 1       # one loss before the first token is made good
+        return isinstance(error, NoWorker) and (orders > 0 or losses > 1)
+
+
+@functools.cache
+def _settings(policy: str) -> Config:
+    """Nobody is silent for too long: a process that takes its time is one that has not been chosen yet."""
+    config = Config().with_values("fleet", {"stall_s": NEVER_S, "start_timeout_s": NEVER_S}, "explored")
+    return config.with_values("router", {"policy": policy}, "explored")
 
 
 def _request(name: str, ask: Ask) -> Request:
@@ -425,6 +457,3 @@ def run_seed(seed: int) -> list[str]:
     rng = random.Random(seed)
     given = scenario(rng)
     return run(given, AtRandom(rng, rng.choice((0.05, 0.2))))
-
-
-__all__ = ["Ask", "Scenario", "State", "Violation", "explored", "run", "run_seed", "scenario"]

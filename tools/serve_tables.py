@@ -10,6 +10,7 @@ from report import Report
 
 Point = dict[str, Any]
 SHARES = ("p50", "p90", "p99")
+LATENCIES = ("ttft", "tpot", "gap", "latency")
 
 
 def line(point: Point) -> str:
@@ -21,7 +22,8 @@ def line(point: Point) -> str:
 
 
 def _shares(point: Point, metric: str) -> str:
-    return "/".join(f"{point[metric][share]:.0f}" for share in SHARES)
+    digits = 0 if point[metric][SHARES[0]] >= 100 else 1
+    return " / ".join(f"{point[metric][share]:.{digits}f}" for share in SHARES)
 
 
 def pace(point: Point) -> str:
@@ -33,22 +35,24 @@ def write(report: Report, points: Sequence[Point], base: str) -> None:
     points = sorted(points, key=lambda point: (point["server"] != base, point["server"], not point["rate"],
                                                point["rate"], point["at_once"]))
     load = points[0]["load"]
-    what = (f"{load['images']} images of {load['width']} x {load['height']}, ISL {load['isl']}, OSL {load['osl']}; "
-            "milliseconds p50 / p90 / p99")
-    report.table(what, ["server", "requests/s offered", "done", "errors", "TTFT", "TPOT", "gap between tokens",
-                        "requests/s", "tokens/s", "aiperf's CPUs"],
-                 [[point["server"], pace(point), int(point["done"]), int(point["errors"]),
-                   *([point[metric][share] for share in SHARES] for metric in ("ttft", "tpot", "gap")),
-                   point["requests_per_s"]["avg"], point["tokens_per_s"]["avg"],
-                   point["client_cpu_s"] / point["client_wall_s"]] for point in points])
+    what = f"{load['images']} images of {load['width']} x {load['height']}, ISL {load['isl']}, OSL {load['osl']}"
+    report.table(f"{what}: milliseconds, p50 / p90 / p99",
+                 ["server", "requests/s offered", "TTFT", "TPOT", "gap between tokens", "whole request"],
+                 [[point["server"], pace(point), *(_shares(point, each) for each in LATENCIES)] for point in points])
+    report.table(f"{what}: throughput",
+                 ["server", "requests/s offered", "requests/s", "tokens/s", "done", "errors", "aiperf's CPUs"],
+                 [[point["server"], pace(point), f"{point['requests_per_s']['avg']:.3f}", point["tokens_per_s"]["avg"],
+                   int(point["done"]), int(point["errors"]), point["client_cpu_s"] / point["client_wall_s"]]
+                  for point in points])
     others = list(dict.fromkeys(point["server"] for point in points if point["server"] != base))
     ours = {pace(point): point for point in points if point["server"] == base}
     rows = [[point["server"], pace(point), *(_ratio(ours[pace(point)], point, *which) for which in (
-        ("tpot", "p50"), ("tpot", "p99"), ("gap", "p99"), ("ttft", "p50"), ("ttft", "p99"), ("requests_per_s", "avg")))]
+        ("tpot", "p50"), ("tpot", "p99"), ("gap", "p99"), ("ttft", "p50"), ("ttft", "p99"), ("latency", "p99"),
+        ("requests_per_s", "avg")))]
         for point in points if point["server"] != base and pace(point) in ours]
     if rows:
         report.table(f"{base} divided by the other, at equal load", ["other", "requests/s offered", "TPOT p50",
-                     "TPOT p99", "gap p99", "TTFT p50", "TTFT p99", "requests/s"], rows)
+                     "TPOT p99", "gap p99", "TTFT p50", "TTFT p99", "whole request p99", "requests/s"], rows)
     best = {name: max(point["requests_per_s"]["avg"] for point in points if point["server"] == name)
             for name in [base, *others] if any(point["server"] == name for point in points)}
     report.table("Most requests a second that were measured", ["server", "requests/s", f"{base} to it"],

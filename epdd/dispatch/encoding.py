@@ -17,7 +17,7 @@ from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
 from epdd.dispatch.timing import TimeModel
 from epdd.dispatch.transport import Transport
-from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
+from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
@@ -157,7 +157,11 @@ class Encoding:
             error = from_wire(event.code, event.message)
             if error.status >= 500:
                 log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
-            self._fail(job, error)
+            # Alone there may be memory enough, or on another device.
+            if isinstance(error, OutOfMemory) and job.attempts < ATTEMPTS_MAX and embedding.refs:
+                self.router.submit_again(job)
+            else:
+                self._fail(job, error)
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
             if embedding.refs:

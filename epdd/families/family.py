@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epdd.errors import MediaError, ModelError
-from epdd.families.weights import parameters
+from epdd.families.parameters import parameters
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,6 +63,7 @@ class Family:
     parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
     vision_width: int = 0
     kv_numbers: int = 0         # keys and values of one token, over all layers
+    weights: str = ""           # which files they are, by families.weights; empty: not known
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches that an image of this size is resized to.

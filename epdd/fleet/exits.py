@@ -39,6 +39,8 @@ def describe(code: int, out_of_memory: bool = False) -> str:
         return "killed by signal 9: out of memory, by the kernel, for the limit of its control group"
     if code == -signal.SIGKILL:
         return "killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer)"
+    if code == -signal.SIGBUS:
+        return "ended by SIGBUS: a file that it maps, of the weights most likely, was cut while in use"
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name

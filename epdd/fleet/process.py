@@ -58,13 +58,19 @@ class ForkServer:
         processes._children.discard(process)
         return Process(process)
 
+    @property
+    def pid(self) -> int | None:
+        """None: none runs."""
+        # multiprocess has no public way.
+        return getattr(forkserver._forkserver, "_forkserver_pid", None)
+
     def stop(self) -> None:
         """End the fork server, also in the middle of its imports; its children are not touched.
 
         The next spawn starts another.
         """
-        # multiprocess has no public way; without it a stop while torch loads would wait for the imports.
-        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        # By signal: any other way would wait for torch to be loaded.
+        pid = self.pid
         if pid is None:
             return
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from epdd.config import Fleet
-from epdd.fleet.process import effort
+from epdd.fleet.process import ForkServer, effort
 from epdd.fleet.worker import State, Worker
 
 log = logging.getLogger(__name__)
@@ -27,14 +27,16 @@ SLOW_MIN_S = 60.0           # and at least this: it swaps, or shares its CPUs wi
 class SilenceWatch:
     """Looks at the supervisor's workers; that a killed one comes back is the supervisor's matter."""
 
-    def __init__(self, workers: Sequence[Worker], config: Fleet, replace_fork_server: Callable[[], None],
+    def __init__(self, workers: Sequence[Worker], config: Fleet, fork_server: Callable[[], ForkServer],
                  give_up: Callable[[Worker], None]) -> None:
         """`give_up` is told of a worker that was killed and is still there."""
         self._workers = workers
         self._config = config
+        self._fork_server = fork_server
         self._give_up = give_up
-        self._replace_fork_server = replace_fork_server
-        self._still: dict[str, tuple[tuple[int, int], float]] = {}      # effort of the silent, unchanged since when
+        # What suspects had done by the last look, by pid, and since when that has not changed.
+        self._before: dict[int, tuple[tuple[int, int] | None, float]] = {}
+        self._now = dict(self._before)
 
     async def run(self) -> None:
         looked = time.monotonic()
@@ -44,54 +46,60 @@ class SilenceWatch:
             if now - looked > 2 * WATCH_S:
                 self._excuse(now - looked, now)
             looked = now
+            self._before, self._now = self._now, {}
             for worker in self._workers:
                 if worker.process is not None and now - (worker.process.killed_at or now) > HELD_S:
                     self._give_up(worker)
                 elif worker.state is State.STARTING:
-                    self._watch_start(worker, now - worker.began)
+                    self._watch_start(worker, now)
                 else:
                     self._watch_silence(worker, now)
 
-    def _watch_start(self, worker: Worker, seconds: float) -> None:
-        if seconds <= self._config.start_timeout_s:
-            return
-        worker.fault = f"not ready after {seconds:.0f} s"
-        log.error("%s not ready seconds=%.0f, killing it", worker.name, seconds)
+    def _still_s(self, pid: int, now: float) -> float:
+        """For how long it has been seen to do nothing at all."""
+        done = effort(pid)
+        before = self._before.get(pid)
+        since = before[1] if before is not None and done is not None and done == before[0] else now
+        self._now[pid] = done, since
+        return now - since
+
+    def _watch_start(self, worker: Worker, now: float) -> None:
+        seconds = now - worker.began
+        late = seconds > self._config.start_timeout_s
         if worker.process is not None:
-            worker.process.kill()
-        else:
-            self._replace_fork_server()     # it never forked: only another can
+            if late:
+                worker.fault = f"not ready after {seconds:.0f} s"
+                log.error("%s not ready seconds=%.0f, killing it", worker.name, seconds)
+                worker.process.kill()
+            return
+        # It never forked: only another fork server can.
+        pid = self._fork_server().pid
+        if late or pid is not None and self._still_s(pid, now) > self._config.stall_s:
+            log.error("fork server pid=%s does not answer, replacing it", pid)
+            self._fork_server().stop()
 
     def _watch_silence(self, worker: Worker, now: float) -> None:
         silent = _silence_s(worker, now)
         if silent < self._config.stall_s / 2:
-            self._still.pop(worker.name, None)
             return
-        assert worker.process is not None
-        done = effort(worker.process.pid)
-        if done is None:
-            self._still.pop(worker.name, None)
-        elif worker.name not in self._still or self._still[worker.name][0] != done:
-            self._still[worker.name] = done, now
-        if silent > self._limit_s(worker, now):
-            how = "standing still" if worker.name in self._still else "computing"
+        assert worker.process is not None and worker.channel is not None
+        still = self._still_s(worker.process.pid, now) >= self._config.stall_s / 3
+        # Who waits for a GPU uses no CPU either.
+        if silent > (self._config.stall_s + worker.channel.expected_s if still else self._slow_s(worker)):
+            how = "standing still" if still else "computing"
             worker.fault = f"silent for {silent:.0f} s, {how}"
             log.error("%s silent seconds=%.0f %s, killing it", worker.name, silent, how)
             worker.process.kill()
 
-    def _limit_s(self, worker: Worker, now: float) -> float:
-        """Silence after which the worker counts as stuck."""
-        assert worker.channel is not None
-        expected = worker.channel.expected_s
-        still = self._still.get(worker.name)
-        if still is not None and now - still[1] >= self._config.stall_s / 3:
-            return self._config.stall_s + expected      # who waits for a GPU uses no CPU either
+    def _slow_s(self, worker: Worker) -> float:
+        """The longest silence of one that computes."""
+        expected = worker.channel.expected_s if worker.channel is not None else 0.0
         return self._config.stall_s + max(SLOW_MIN_S, SLOW_FACTOR * expected)
 
     def _excuse(self, seconds: float, now: float) -> None:
         """The daemon itself stood still (a frozen container, a stopped process): it could hear nobody meanwhile."""
         log.warning("epdd stood still seconds=%.1f", seconds)
-        self._still.clear()
+        self._now.clear()
         for worker in self._workers:
             worker.began = min(now, worker.began + seconds)
             if worker.channel is not None:
@@ -99,10 +107,9 @@ class SilenceWatch:
 
     @property
     def progressing(self) -> bool:
-        """False while a worker is silent beyond its limit: then the watchdog is not fed."""
+        """False while a worker is silent for longer than any may be: then the watchdog is not fed."""
         now = time.monotonic()
-        return all(_silence_s(worker, now) <= self._limit_s(worker, now) for worker in self._workers
-                   if worker.channel is not None)
+        return all(_silence_s(worker, now) <= self._slow_s(worker) for worker in self._workers)
 
 
 def _silence_s(worker: Worker, now: float) -> float:

@@ -36,7 +36,7 @@ class Supervisor:
         self._fork_server = fork_server
         self._on_change = on_change
         self._oom_kills = exits.OomKills()
-        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server.stop(), self._held)
+        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server, self._held)
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -10,6 +10,10 @@ from epdd.errors import ConfigError
 
 Address = IPv4Address | IPv6Address
 
+# Beyond what `ipaddress` knows, which depends on its version: protocol assignments (Oracle's metadata service is one),
+# Azure's service for its machines' settings, NAT64 for local use, documentation, SRv6.
+_LOCAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "3fff::/20",
+                                          "5f00::/16")))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _V4_COMPATIBLE = ipaddress.IPv6Network("::/96")     # long deprecated, still parsed
 
@@ -23,6 +27,8 @@ def is_public(address: Address) -> bool:
             return is_public(inner)
         if address.is_site_local or address.scope_id is not None:
             return False
+    if any(address in network for network in _LOCAL):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

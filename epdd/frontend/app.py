@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import chat_page, faults, ids, keys
+from epdd.frontend import chat_page, faults, ids
 from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
@@ -32,7 +32,7 @@ def build(context: Context) -> web.Application:
     """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
 
     Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
-    used, ConfigError on a bad allowlist or file of keys.
+    used, ConfigError on a bad allowlist.
     """
     _HTTP_LOG.addFilter(_no_client_faults)
     config = context.config
@@ -42,7 +42,7 @@ def build(context: Context) -> web.Application:
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
-    guard, cors = keys.load(config.server), Cors(config.server.cors_origins)
+    guard, cors = context.keys, Cors(config.server.cors_origins)
     app = web.Application(middlewares=[_errors(context.stats), cors.middleware(), guard.middleware()])
     app.on_response_prepare.extend((_mark, cors.mark))
 
@@ -67,7 +67,7 @@ def build(context: Context) -> web.Application:
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
         for prefix in ("/v1", ""):
             app.router.add_post(prefix + path, endpoint, expect_handler=expect)
-    pages = Pages(context, guard.needed)
+    pages = Pages(context, guard)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
                        ("/version", pages.version), ("/metrics", pages.metrics),

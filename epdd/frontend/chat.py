@@ -22,6 +22,8 @@ from epdd.frontend.prompt import PromptMaker
 class ChatCompletions(Completions):
     """The endpoint's handler."""
 
+    kind = "chatcmpl"
+
     def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,
                  vocabulary: Vocabulary, executor: Executor) -> None:
         super().__init__(context, bodies)
@@ -33,7 +35,7 @@ class ChatCompletions(Completions):
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         """Body and messages are let go here; the images' bytes stay reserved until `stack` closes at the latest."""
         context = self._context
-        own = ids.own(http, "chatcmpl")
+        own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._bodies.read(http, reading)
             chat, conversation = openai.parse(body, context.family, context.model_names, context.config.server.strict)

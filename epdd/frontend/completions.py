@@ -71,6 +71,7 @@ class Turn:
 class Completions(ABC):
     """An endpoint's handler."""
 
+    kind: str                           # how the names of its answers begin
     whole: type[Whole] = Whole
     chunks: type[Chunks] = Chunks
 
@@ -80,11 +81,13 @@ class Completions(ABC):
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         deadline = deadline_of(self._context)
-        with self._context.stats.request() as record, self._context.admission.enter():
+        names = ids.own(http, self.kind), ids.client(http)
+        with self._context.stats.request(*names) as record, self._context.admission.enter():
             record.accept()
             async with AsyncExitStack() as stack:
                 async with until(deadline):
                     turn = await self._prepare(http, record, deadline, stack)
+                record.model = turn.options.model
                 return await (self._stream(turn) if turn.options.stream else self._whole(turn))
 
     @abstractmethod
@@ -146,6 +149,8 @@ class Completions(ABC):
                 if delta is not None:
                     delta = replace(delta, index=first + index) if first else delta
                     turn.record.tokens(delta.index, answers.generated - before)
+                    if delta.finish_reason:
+                        turn.record.finish(delta.index, delta.finish_reason)
                     if part.request.whole:
                         kept.append(delta)
                     else:

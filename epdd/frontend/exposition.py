@@ -107,6 +107,11 @@ class _StatusCollector(Collector):
         for code, count in sorted(stats.errors.items()):
             errors.add_metric([code], count)
         yield errors
+        if stats.request_log is not None:
+            yield CounterMetricFamily("epdd_request_log_lines", "Written to the request log",
+                                      stats.request_log.written)
+            yield CounterMetricFamily("epdd_request_log_dropped", "Lines that the disk did not take",
+                                      stats.request_log.dropped)
         held = GaugeMetricFamily("epdd_held_bytes", "Request bodies and image files in memory", labels=["what"])
         for what, read in stats.gauges.items():
             held.add_metric([what], read())

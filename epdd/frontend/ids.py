@@ -12,7 +12,7 @@ _CLIENT_CHARS_MAX = 128
 _CLIENT_ODD = re.compile(r"[^A-Za-z0-9._:-]+")
 
 
-def own(http: web.Request, kind: str = "req") -> str:
+def own(http: web.BaseRequest, kind: str = "req") -> str:
     """Unique, and begins with `kind` if this is the first question.
 
     The client's X-Request-ID is never a key: two requests may carry the same.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
 from pathlib import Path
 
 from aiohttp import web
@@ -22,8 +21,16 @@ OPEN_BELOW = "/page/"
 class Keys:
     """Without any key, everybody may use the API, whatever key they send."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._hashes = [_hash(key) for key in keys]
+    def __init__(self, server: Server) -> None:
+        """Raises ConfigError."""
+        self.load(server)
+
+    def load(self, server: Server) -> None:
+        """Take the keys of these settings and of their file as it is now, in place of the old ones.
+
+        Raises ConfigError; the old ones stay then.
+        """
+        self._hashes = [_hash(key) for key in _read(server)]
 
     @property
     def needed(self) -> bool:
@@ -50,7 +57,7 @@ class Keys:
         return guard
 
 
-def load(server: Server) -> Keys:
+def _read(server: Server) -> list[str]:
     """The keys of the settings and of their file: one a line, empty ones and comments (#) aside.
 
     Raises ConfigError if the file cannot be read, holds no key, or a key could not be sent in a header.
@@ -70,7 +77,7 @@ def load(server: Server) -> Keys:
         keys += found
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigError("an API key holds characters other than letters, digits and punctuation")
-    return Keys(keys)
+    return keys
 
 
 def _hash(key: str) -> bytes:

@@ -11,10 +11,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from epdd.errors import CapacityError, RequestError
+from epdd.errors import CapacityError, EpddError, RequestError
+from epdd.frontend.request_log import RequestLog
 
 _WINDOW = 1024          # recent requests that percentiles are of
 _RATE_S = 10            # seconds that rates are averaged over
+_CLIENT_LEFT = 499      # in the request log, as nginx has it: there was no answer
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -69,8 +71,9 @@ class RequestStats:
     failed (ours or a worker's fault, also in mid-stream) or aborted (the client left).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, request_log: RequestLog | None = None) -> None:
         self.clock = clock
+        self.request_log = request_log
         self.running = 0
         self.counts: Counter[str] = Counter()       # accepted, completed, rejected, failed, aborted
         self.statuses: Counter[int] = Counter()     # HTTP answers of every endpoint
@@ -88,22 +91,25 @@ class RequestStats:
                                              _TOKEN_SECONDS)
 
     @contextmanager
-    def request(self) -> Iterator[Record]:
-        """Counts one request; how the block ends says how the request did."""
-        record = Record(self)
+    def request(self, name: str = "", client_name: str = "") -> Iterator[Record]:
+        """Counts one request; how the block ends says how the request did.  Names are for the request log."""
+        record = Record(self, name, client_name)
         self.running += 1
         try:
             yield record
-        except (CapacityError, RequestError):
-            record.outcome = "rejected"
+        except (CapacityError, RequestError) as error:
+            record.outcome, record.status, record.code = "rejected", error.status, error.code
             raise
         except asyncio.CancelledError:
-            record.outcome = "aborted"
+            record.abort()
             raise
-        except Exception:
-            record.outcome = "failed"
+        except Exception as error:
+            known = error if isinstance(error, EpddError) else EpddError("")
+            record.outcome, record.status, record.code = "failed", known.status, known.code
             raise
         finally:
+            if self.request_log is not None:
+                self.request_log.write(record.line())
             self.running -= 1
             self.counts[record.outcome] += 1
             if record.outcome == "completed":
@@ -128,11 +134,18 @@ class RequestStats:
 class Record:
     """One request, as it goes."""
 
-    def __init__(self, stats: RequestStats) -> None:
+    def __init__(self, stats: RequestStats, name: str = "", client_name: str = "") -> None:
         self._stats = stats
+        self._names = name, client_name
         self.arrived = stats.clock()
         self._last: dict[int, float] = {}       # choice -> when its last tokens came
+        self._ttft: float | None = None
+        self._prompt_tokens = self._images = self._answer_tokens = 0
+        self._reasons: dict[int, str] = {}      # choice -> why it ended
+        self.model = ""                         # as the request calls it
         self.outcome = "completed"
+        self.status = 200                       # that the client was sent
+        self.code = ""                          # of the error
 
     def age(self) -> float:
         """Seconds since arrival."""
@@ -142,6 +155,7 @@ class Record:
         self._stats.counts["accepted"] += 1
 
     def prompt(self, tokens: int, images: int, unknown_fields: int) -> None:
+        self._prompt_tokens, self._images = tokens, images
         self._stats.prompt_tokens += tokens
         self._stats.images += images
         self._stats.image_rate.add(images)
@@ -152,20 +166,35 @@ class Record:
         if not count:
             return
         stats, now = self._stats, self._stats.clock()
+        self._answer_tokens += count
         stats.generated_tokens += count
         stats.token_rate.add(count)
         if not self._last:
-            stats.ttft.add(self.age())
-            stats.ttft_histogram.observe(self.age())
+            self._ttft = self.age()
+            stats.ttft.add(self._ttft)
+            stats.ttft_histogram.observe(self._ttft)
         elif choice in self._last:
             stats.gap_histogram.observe((now - self._last[choice]) / count)
         self._last[choice] = now
 
     def fail(self, code: str) -> None:
         """The answer broke, by an error of this code, after its header was sent."""
-        self.outcome = "failed"
+        self.outcome, self.code = "failed", code
         self._stats.errors[code] += 1
 
     def abort(self) -> None:
         """The client left."""
-        self.outcome = "aborted"
+        self.outcome, self.status = "aborted", _CLIENT_LEFT
+
+    def finish(self, choice: int, reason: str) -> None:
+        """A choice ended, as its finish_reason says."""
+        self._reasons[choice] = reason
+
+    def line(self) -> dict[str, Any]:
+        """For the request log."""
+        name, client_name = self._names
+        return {"time": time.time(), "id": name, "client_id": client_name, "model": self.model,
+                "outcome": self.outcome, "status": self.status, "error": self.code or None,
+                "prompt_tokens": self._prompt_tokens, "images": self._images, "answer_tokens": self._answer_tokens,
+                "finish_reasons": [reason for _, reason in sorted(self._reasons.items())],
+                "ttft_s": self._ttft and round(self._ttft, 6), "duration_s": round(self.age(), 6)}

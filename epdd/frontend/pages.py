@@ -11,16 +11,16 @@ from epdd import __version__
 from epdd.frontend import exposition, openai, openapi
 from epdd.frontend.answers import model_card
 from epdd.frontend.context import Context
+from epdd.frontend.keys import Keys
 
 
 class Pages:
     """Their handlers."""
 
-    def __init__(self, context: Context, keyed: bool) -> None:
-        """`keyed`: there are API keys."""
+    def __init__(self, context: Context, keys: Keys) -> None:
         self._context = context
-        self._keyed = keyed
-        self._openapi: bytes | None = None
+        self._keys = keys
+        self._openapi: dict[bool, bytes] = {}       # by whether there are keys
         self._exposition = exposition.Exposition(context.stats, context.status)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -56,9 +56,10 @@ class Pages:
         return web.Response(body=self._exposition.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        if self._openapi is None:       # 40 ms of work that most daemons are never asked for
-            self._openapi = orjson.dumps(openapi.document(self._context.model_names, self._keyed))
-        return web.Response(body=self._openapi, content_type="application/json")
+        keyed = self._keys.needed
+        if keyed not in self._openapi:      # 40 ms of work that most daemons are never asked for
+            self._openapi[keyed] = orjson.dumps(openapi.document(self._context.model_names, keyed))
+        return web.Response(body=self._openapi[keyed], content_type="application/json")
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context

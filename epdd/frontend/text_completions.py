@@ -63,6 +63,7 @@ def _marks(entries: list[_Json], offset: int) -> _Json:
 class TextCompletions(Completions):
     """The endpoint's handler."""
 
+    kind = "cmpl"
     whole = TextWhole
     chunks = TextChunks
 
@@ -73,7 +74,7 @@ class TextCompletions(Completions):
 
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         context = self._context
-        own = ids.own(http, "cmpl")
+        own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._bodies.read(http, reading)
             options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)

@@ -22,6 +22,7 @@ import msgspec
 
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
+from epdd.families import weights
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,11 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
         huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
         threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     told("weights", 0.0)
+    weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
     role = role_class(spec, mapping, connection.send, *waiting)
+    weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)

@@ -53,6 +53,8 @@ def decode(data: bytes) -> Pixels:
         pixels = _fast_jpeg(image, data)
         if pixels is None:
             pixels = np.asarray(_as_rgb(image))
+    except MemoryError:     # ours to answer for: how many pixels a file may have was checked long before
+        raise
     except Exception:  # a decoder may raise anything at all on hostile bytes
         raise MediaError("the image's pixels cannot be decoded", code="image_parse_error") from None
     turn = _TURNS.get(_orientation(image))

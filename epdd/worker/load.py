@@ -100,7 +100,7 @@ def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attentio
     try:
         model, found = _half_class(whole, half).from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention,
-            local_files_only=True, output_loading_info=True)
+            local_files_only=True, output_loading_info=True, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder}: weights cannot be loaded ({type(error).__name__}: {error})") from error
     if found["missing_keys"] or found["mismatched_keys"]:

@@ -23,8 +23,8 @@ Send = Callable[[wire.FromWorker], None]
 READ_BYTES = 1 << 20
 # A daemon that reads nothing for this long a backlog is not served further until it does.
 OUT_BYTES_MAX = 8 << 20
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"     # torch has no class of its own for it
 INTERNAL = "the worker failed on this request"
+NO_MEMORY = "can't allocate memory"     # torch on CPUs has only these words for it
 
 
 class Role(Protocol):

@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 
 import aiohttp
+import pytest
 
 from tests.clients import venvs
 from tests.e2e.daemon import ROOT
@@ -40,6 +42,23 @@ def test_aiperf(installed, daemon, tmp_path):
     # It reads /metrics beside the requests.
     metrics = json.loads(next(tmp_path.rglob("server_metrics_export.json")).read_text())
     assert any(name.startswith("epdd_") for name in metrics["metrics"])
+
+
+def test_bench_serve(installed, daemon, tmp_path):
+    """tools/bench_serve.py, which drives aiperf: one server, one rate, then the table of what was measured."""
+    program = ROOT / "tools" / "bench_serve.py"
+    measured([
+        sys.executable, program, "run", "--aiperf", installed("aiperf") / "bin" / "aiperf", "--url", daemon.url(""),
+        "--name", "epdd", "--model", TOKENIZER, "--rates", 4, "--requests", REQUESTS, "--warm-up", 0,
+        "--images", IMAGES, "--width", 320, "--height", 240, "--isl", 64, "--osl", TOKENS,
+        "--extra", '{"ignore_eos": true}', "--out", tmp_path], tmp_path)
+    measured([sys.executable, program, "compare", tmp_path], tmp_path)
+    point, = json.loads((tmp_path / "numbers.json").read_text())["points"]
+    assert (point["server"], point["rate"], point["done"], point["errors"]) == ("epdd", 4, REQUESTS, 0)
+    assert point["osl"]["avg"] == TOKENS and 0 < point["tpot"]["p50"] <= point["tpot"]["p99"]
+    ttft, tpot, latency = (point[name]["avg"] for name in ("ttft", "tpot", "latency"))
+    assert latency == pytest.approx(ttft + (TOKENS - 1) * tpot, rel=0.01)
+    assert (tmp_path / "serve.png").exists()
 
 
 def test_vllm_bench_serve(installed, daemon, tmp_path):

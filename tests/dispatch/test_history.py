@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from epdd.config import Config
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
 from epdd.dispatch.leases import Embedding
 from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
@@ -227,8 +228,12 @@ async def test_a_lost_pd_worker_and_the_next():
 
 
 async def test_an_image_that_waits_and_then_is_dropped():
-    async with running(encoders=1) as fleet:
-        fleet.supervisor.drain("encoder/0")
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "well_s": 99.0}, "test")
+    async with running(encoders=1, config=config) as fleet:
+        worker = fleet.supervisor.find("encoder/0")
+        worker.process.kill()       # it comes back, but not soon
+        while worker.takes_work:
+            await asyncio.sleep(0.01)
         ask = asyncio.create_task(fleet.ask(request("r", b"a")))
         while not fleet.history.last() or not fleet.encoding.router.queue:
             await asyncio.sleep(0)

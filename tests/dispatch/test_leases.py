@@ -197,3 +197,47 @@ async def test_failure_reaches_all_who_wait_and_the_next_tries_afresh():
     assert all(isinstance(e, MediaError) for e in await asyncio.gather(*waits, return_exceptions=True))
     (fresh,), to_encode = await acquired(leases, ["a"])
     assert fresh is not one and to_encode == [fresh]
+
+
+async def test_holes_between_what_is_only_cached_keep_nobody_waiting():
+    leases = Leases(3 * PAGE, 3 * PAGE)
+    for name in ("a", "b"):
+        (embedding,), _ = await acquired(leases, [name])
+        leases.written(embedding, PAGE, "float32")
+        if name == "a":
+            first = embedding
+        else:
+            leases.release(embedding)
+    leases.release(first)                       # "b" lies in the middle, and is the last that room is made by
+    images = [image("c"), image("d")]
+    got, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 5)
+    assert [e.key for e in fresh] == ["c", "d"] and leases.used_bytes == 3 * PAGE
+    for embedding in got:
+        leases.written(embedding, PAGE, "float32")
+        leases.release(embedding)
+
+
+async def test_a_requests_own_cached_image_in_the_middle_does_not_keep_it_waiting():
+    leases = Leases(3 * PAGE, 3 * PAGE)
+    got, _ = await acquired(leases, ["a", "b"])
+    for embedding in got:
+        leases.written(embedding, PAGE, "float32")
+        leases.release(embedding)
+    images = [image("b"), image("large")]       # "b" lies in the middle: no hole has two pages
+    wanted, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 5)
+    assert fresh == wanted and wanted[0] is not got[1], "its own image was to be encoded anew"
+    assert leases.counts.evictions == 2
+
+
+async def test_room_that_somebody_still_holds_is_waited_for_and_costs_no_cache_beyond():
+    leases = Leases(3 * PAGE, 3 * PAGE)
+    (held,), _ = await acquired(leases, ["held"])
+    (kept,), _ = await acquired(leases, ["kept"])
+    leases.written(kept, PAGE, "float32")
+    leases.release(kept)
+    wait = asyncio.create_task(leases.acquire([image("kept"), image("large")], [PAGE, 2 * PAGE]))
+    await asyncio.sleep(0)
+    assert leases.waiting == 1 and leases.entries == 2
+    leases.release(held)
+    (same, _), fresh = await asyncio.wait_for(wait, 5)
+    assert leases.used_bytes == 3 * PAGE and (same is kept) == (len(fresh) == 1)

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from epdd.config import Config
-from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
+from epdd.errors import (ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost,
+                         WorkerTimeout)
 from epdd.dispatch.pipeline import Again
 from epdd.fleet.worker import State
 from epdd.wire import Tokens
@@ -60,6 +61,18 @@ async def test_an_image_fault_is_the_clients_and_harms_nobody_else():
             await fleet.ask(request("bad", b"fine too", b"broken file"))
         assert caught.value.code == "image_parse_error" and caught.value.status == 400
         assert await good == [expected(b"fine")]
+        await fleet.at_rest()
+
+
+async def test_an_image_that_lacks_memory_is_tried_alone_once_more_and_told_so():
+    async with running(encoders=2) as fleet:
+        good = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(8)]
+        with pytest.raises(OutOfMemory) as caught:
+            await fleet.ask(request("bad", b"no memory for this"))
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        assert await asyncio.gather(*good) == [[expected(b"%d" % i)] for i in range(8)]
+        assert sum(worker.failed for worker in fleet.supervisor.role("encoder")) == 2
+        assert fleet.encoding.poison.entries == 0
         await fleet.at_rest()
 
 
@@ -299,6 +312,8 @@ async def test_a_stop_ends_a_request_that_waits_for_a_worker_to_come_back():
 
 
 class NoForks:
+    pid = None
+
     async def spawn(self, *args):
         raise OSError("no process")
 

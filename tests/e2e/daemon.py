@@ -65,6 +65,14 @@ class Daemon:
         self.wait(lambda status: status["state"] == "ready")
         return self
 
+    @contextmanager
+    def healing(self):
+        """Around a fault and what comes of it; prints how long it was until all workers were READY again."""
+        began = time.monotonic()
+        yield
+        self.ready()
+        print(f"READY again after {time.monotonic() - began:.1f} s")
+
     def at_rest(self):
         """Until nothing is running; returns the numbers that must be back at their start."""
         idle = self.wait(lambda s: s["requests"]["running"] == 0 and s["router"]["queue_jobs"] == 0 and all(

@@ -34,19 +34,19 @@ def test_out_of_descriptors_who_is_connected_is_served_and_a_lost_worker_comes_b
 
         assert ask("GET", "/ping") == {"status": "ok"}
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))       # nothing more can be opened
-        os.kill(lost["pid"], signal.SIGKILL)
-        end = time.monotonic() + 30
-        while time.monotonic() < end:           # until it has been tried again, in vain
-            worker = next(worker for worker in ask("GET", "/status")["workers"] if worker["name"] == lost["name"])
-            if worker["restarts"] >= 2:
-                break
-            assert ask("POST", "/v1/chat/completions", json.dumps(SHORT))["choices"]
-            time.sleep(0.05)
-        assert ask("GET", "/health")["status"] == "degraded"
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        kept.close()
-        daemon.ready()
+        with daemon.healing():
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))       # nothing more can be opened
+            os.kill(lost["pid"], signal.SIGKILL)
+            end = time.monotonic() + 30
+            while time.monotonic() < end:           # until it has been tried again, in vain
+                worker = next(worker for worker in ask("GET", "/status")["workers"] if worker["name"] == lost["name"])
+                if worker["restarts"] >= 2:
+                    break
+                assert ask("POST", "/v1/chat/completions", json.dumps(SHORT))["choices"]
+                time.sleep(0.05)
+            assert ask("GET", "/health")["status"] == "degraded"
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+            kept.close()
         found = daemon.worker(lost["name"])
         assert found["pid"] != lost["pid"] and "Too many open files" in found["last_error"]
         assert daemon.post(SHORT)[0] == 200
@@ -55,13 +55,13 @@ def test_out_of_descriptors_who_is_connected_is_served_and_a_lost_worker_comes_b
 def test_a_worker_that_stands_still_is_replaced_and_nobody_else_waits_for_it():
     with running(**LIGHT, fleet__stall_s=2) as daemon:
         pid = daemon.ready().worker("encoder/0")["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        answered = 0
-        while daemon.worker("encoder/0")["pid"] == pid:
-            assert daemon.post(SHORT)[0] == 200
-            answered += 1
-        assert answered and "silent for" in daemon.worker("encoder/0")["last_error"]
-        daemon.ready()
+        with daemon.healing():
+            os.kill(pid, signal.SIGSTOP)
+            answered = 0
+            while daemon.worker("encoder/0")["pid"] == pid:
+                assert daemon.post(SHORT)[0] == 200
+                answered += 1
+        assert answered and "standing still" in daemon.worker("encoder/0")["last_error"]
 
 
 def test_two_daemons_and_a_place_that_is_taken():
@@ -99,8 +99,8 @@ def test_weights_cut_short_while_running_harm_only_who_reads_them_anew(tmp_path)
         assert (health[0], health[1]["status"], health[1]["why"]) == (200, "degraded", ["encoder/0 failed"])
         assert daemon.say("Hello").startswith("Hello!")
         weights.write_bytes(whole)
-        daemon.ask("resume", worker="encoder/0")
-        daemon.ready()
+        with daemon.healing():
+            daemon.ask("resume", worker="encoder/0")
 
 
 def test_weights_cut_short_before_the_start_end_it_at_once(tmp_path):

@@ -67,6 +67,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]
         short = bool(case.short) and report.outcome == "skipped"
         verdict = "short" if short else {"passed": "right", "failed": "WRONG"}.get(report.outcome, report.outcome)
         why = repr(call.excinfo.value) if report.failed and call.excinfo else ""
+        ready_s = dict(report.user_properties).get("ready_s")
+        if ready_s is not None:
+            why = f"READY again after {ready_s:.1f} s: {case.goes_in} -> {case.comes_out}"
         item.config.stash.setdefault(_VERDICTS, {})[case.id] = verdict, why
     return report
 

@@ -98,6 +98,7 @@ class House:
     def __init__(self, daemon: Daemon, host: Host, folder: Path, http: aiohttp.ClientSession) -> None:
         self.daemon, self.host, self.folder, self.http = daemon, host, folder, http
         self.errors: list[Reply] = []
+        self.ready_s: float | None = None       # from a fault until all workers were READY again, if the case times it
 
     # --- asking
 
@@ -180,6 +181,14 @@ class House:
 
     async def ready(self) -> None:
         await self.until(lambda status: status["state"] == "ready")
+
+    @asynccontextmanager
+    async def healing(self) -> AsyncIterator[None]:
+        """Around a fault and what comes of it: until all is READY again."""
+        began = time.monotonic()
+        yield
+        await self.ready()
+        self.ready_s = time.monotonic() - began
 
     @asynccontextmanager
     async def frozen(self, *names: str) -> AsyncIterator[None]:

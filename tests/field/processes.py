@@ -6,12 +6,14 @@ import asyncio
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import stat
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,7 @@ async def trust(house: House) -> None:
 async def held_by_one(house: House) -> AsyncIterator[dict[str, Any]]:
     """Eight image requests wait for encoder/0, which does not move; as a worker of the status.
 
-    Then they must come out right: the other encoder is there for them, and text is answered meanwhile.
+    Then they must come out right: the other encoder is there for them.
     """
     colours = ("red", "green", "blue")
     bodies = [asking(pictures.circle(colours[i % 3]) + random.randbytes(8), COLOUR) for i in range(8)]
@@ -132,31 +134,30 @@ async def held_by_one(house: House) -> AsyncIterator[dict[str, Any]]:
         w["in_flight"] for w in s["workers"] if w["name"] == "encoder/0"), START_S)
     house.daemon.ask("resume", worker="encoder/1")
     yield worker
-    assert (await house.answers("Hello")).startswith("Hello!")
     assert [reply.said for reply in await asyncio.gather(*asks)] == [colours[i % 3] for i in range(8)]
 
 
 async def degraded(house: House) -> None:
-    """Until health says so; it serves all the same."""
+    """Until health says so; text is answered all the same."""
     while (reply := await house.get("/health")).body["status"] != "degraded":
         await asyncio.sleep(0.01)
     assert reply.status == 200 and reply.body["why"]
+    assert (await house.answers("Hello")).startswith("Hello!")
 
 
 @case("D44c", "an encoder is killed", "kill -9 while eight requests wait for it",
       "the other encoder answers all eight; text goes on; degraded, then well", kills=("encoder/0",))
 async def encoder_killed(house: House) -> None:
-    async with held_by_one(house) as worker:
+    async with held_by_one(house) as worker, house.healing():
         os.kill(worker["pid"], signal.SIGKILL)
         await degraded(house)
-    await house.ready()
     assert house.daemon.worker("encoder/0")["restarts"] == worker["restarts"] + 1
 
 
 @case("D44d", "a worker stands still", "SIGSTOP while eight requests wait for it",
       "seen within the set seconds, then as D44c", kills=("encoder/0",))
 async def encoder_stopped(house: House) -> None:
-    async with held_by_one(house):
+    async with held_by_one(house), house.healing():
         await degraded(house)
     assert re.search(r"silent for \d+ s, standing still", house.daemon.worker("encoder/0")["last_error"])
 
@@ -164,32 +165,68 @@ async def encoder_stopped(house: House) -> None:
 @case("D44e", "the daemon is killed", "kill -9, then another start with the same socket",
       "all children gone within 5 s; the start is clean")
 async def daemon_killed(house: House) -> None:
-    await asyncio.to_thread(killed_and_started, house.folder / "killed", False)
+    house.ready_s = await asyncio.to_thread(killed_and_started, house.folder / "killed", False)
 
 
 @case("D44f", "everything is killed", "kill -9 of daemon, fork server and workers; then /dev/shm",
       "nothing is left there; the next start is clean")
 async def all_killed(house: House) -> None:
-    await asyncio.to_thread(killed_and_started, house.folder / "all killed", True)
+    house.ready_s = await asyncio.to_thread(killed_and_started, house.folder / "all killed", True)
 
 
-def killed_and_started(folder: Path, everything: bool) -> None:
+def killed_and_started(folder: Path, everything: bool) -> float:
+    """Seconds from the kill until the next daemon is READY."""
     folder.mkdir()
     before = set(os.listdir("/dev/shm"))
-    for end in (True, False):
-        with running(folder=folder, **LIGHT) as daemon:
-            daemon.ready()
-            family = psutil.Process(daemon.process.pid).children(recursive=True)
-            assert len(family) >= 3         # the fork server, an encoder and a prefill-decode worker
-            if not end:
-                return
-            for process in family if everything else ():
-                process.kill()
-            daemon.process.kill()
-            daemon.process.wait()
-            gone, alive = psutil.wait_procs(family, timeout=5)
-            assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-            assert set(os.listdir("/dev/shm")) <= before
+    with running(folder=folder, **LIGHT) as daemon:
+        family = psutil.Process(daemon.ready().process.pid).children(recursive=True)
+        assert len(family) >= 3         # the fork server, an encoder and a prefill-decode worker
+        began = time.monotonic()
+        for process in family if everything else ():
+            process.kill()
+        daemon.process.kill()
+        daemon.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert set(os.listdir("/dev/shm")) <= before
+    with running(folder=folder, **LIGHT) as daemon:
+        daemon.ready()
+        return time.monotonic() - began
+
+
+@case("D44i", "no memory while encoding", "a large image; one encoder has no memory for it, then both",
+      "the other encoder does it; 503 when neither can; small ones are right; the same processes go on")
+async def no_memory(house: House) -> None:
+    picture = pictures.circle("blue", 3000)
+    large = [asking(picture + random.randbytes(8), COLOUR) for _ in range(3)]
+    small = [asking(pictures.circle("red", 100) + random.randbytes(8), COLOUR) for _ in range(4)]
+    with ExitStack() as limited:
+        house.daemon.ask("drain", worker="encoder/1")
+        limited.enter_context(limited_memory(house.daemon.worker("encoder/0")["pid"]))
+        failed = house.daemon.worker("encoder/0")["failed"]
+        async with house.frozen("encoder/0"):
+            ask = asyncio.create_task(house.post(large[0]))
+            await house.until(lambda s: s["workers"][0]["in_flight"] == 1)
+            house.daemon.ask("resume", worker="encoder/1")
+        assert (await ask).said == "blue"
+        assert house.daemon.worker("encoder/0")["failed"] == failed + 1
+        limited.enter_context(limited_memory(house.daemon.worker("encoder/1")["pid"]))
+        replies = await asyncio.gather(*map(house.post, [large[1], *small]))
+        assert (replies[0].status, replies[0].error["code"], replies[0].headers["Retry-After"]) == (
+            503, "out_of_memory", "1")
+        assert [reply.said for reply in replies[1:]] == ["red"] * 4
+    assert (await house.post(large[2])).said == "blue"
+
+
+@contextmanager
+def limited_memory(pid: int) -> Iterator[None]:
+    """The process may take no more than a few MB."""
+    before = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + (16 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, before)
 
 
 @case("D44k", "the kernel's OOM killer", "an encoder in a control group that has no memory left for a large image",
@@ -210,10 +247,11 @@ async def out_of_memory(house: House) -> None:
         assert group_of(victim, group.root) == group.folder
         house.daemon.ask("drain", worker="encoder/1")
         group.leave_only(4 << 20)
-        ask = asyncio.create_task(house.post(body))
-        await house.until(lambda s: all(w["pid"] != victim for w in s["workers"]), START_S)
-        house.daemon.ask("resume", worker="encoder/1")
-        assert (await ask).said == colour
+        async with house.healing():
+            ask = asyncio.create_task(house.post(body))
+            await house.until(lambda s: all(w["pid"] != victim for w in s["workers"]), START_S)
+            house.daemon.ask("resume", worker="encoder/1")
+            assert (await ask).said == colour
         assert "out of memory" in house.daemon.worker("encoder/0")["last_error"]
 
 

@@ -23,7 +23,8 @@ _RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.i
 
 
 @pytest.mark.parametrize("case", _RUN, ids=str)
-async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path) -> None:
+async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path,
+                    record_property: Callable[[str, object], None]) -> None:
     daemon = start(case.daemon)
     connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else our own idle connections would be counted
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
@@ -36,6 +37,7 @@ async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, fold
             # Workers tell of themselves once a second: the numbers after one case are those before the next.
             before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(house)
             _AT_REST[case.daemon] = await oracle.judge(house, case, before, _TEXTS[case.daemon], sees)
+            record_property("ready_s", house.ready_s)
             return
         assert case.drill is not None
         with pytest.raises(Short):      # when it is reached at last, the row must say so

@@ -14,7 +14,7 @@ from epdd.errors import Rejected
 from epdd.fleet import silence
 from epdd.fleet.process import Process, effort
 from epdd.fleet.worker import State
-from tests.dispatch.fleet import expected, request, running
+from tests.dispatch.fleet import FORK_SERVER, expected, request, running
 
 
 @pytest.fixture(autouse=True)
@@ -72,19 +72,32 @@ async def test_a_stopped_worker_is_replaced_and_its_work_placed_again(monkeypatc
         assert worker.restarts == 1 and "standing still" in worker.last_error
 
 
-async def test_who_waits_for_a_device_has_the_time_that_its_work_takes():
+@pytest.mark.parametrize("expected_s, still, limit_s", [
+    (0.0, True, 1.0), (30.0, True, 31.0),               # who waits for a GPU has the time that its work takes
+    (0.2, False, 61.0), (30.0, False, 601.0)])          # who computes has many times that
+async def test_how_long_a_worker_may_be_silent(monkeypatch, expected_s, still, limit_s):
     async with running(encoders=1, config=with_stall(1.0)) as fleet:
-        watch, worker = fleet.supervisor.silence, fleet.supervisor.find("encoder/0")
-        now = time.monotonic()
-        watch._still["encoder/0"] = (7, 7), now - 60.0
-        assert watch._limit_s(worker, now) == 1.0
-        worker.channel.works["e"] = type("Work", (), {"expected_s": 30.0})()
-        assert watch._limit_s(worker, now) == 31.0
-        watch._still.clear()
-        assert watch._limit_s(worker, now) == 1.0 + silence.SLOW_FACTOR * 30.0
-        worker.channel.works["e"].expected_s = 0.2
-        assert watch._limit_s(worker, now) == 1.0 + silence.SLOW_MIN_S
+        watch, worker, now = fleet.supervisor.silence, fleet.supervisor.find("encoder/0"), time.monotonic()
+        killed = []
+        monkeypatch.setattr(worker.process, "kill", lambda: killed.append(worker.fault))
+        monkeypatch.setattr(watch, "_still_s", lambda pid, now: 60.0 if still else 0.0)
+        worker.channel.works["e"] = type("Work", (), {"expected_s": expected_s})()
+        for silent in (limit_s - 0.5, limit_s + 0.5):
+            worker.channel.last_heard = now - silent
+            assert not killed
+            watch._watch_silence(worker, now)
+        assert killed == [f"silent for {limit_s + 0.5:.0f} s, {'standing still' if still else 'computing'}"]
         worker.channel.works.clear()
+
+
+async def test_a_fork_server_that_stands_still_is_replaced():
+    async with running(encoders=1, config=with_stall(1.0)) as fleet:
+        worker, server = fleet.supervisor.find("encoder/0"), FORK_SERVER.pid
+        os.kill(server, signal.SIGSTOP)
+        worker.process.kill()
+        assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
+        assert FORK_SERVER.pid != server and worker.restarts == 2
+        assert worker.last_error.startswith("cannot fork")
 
 
 def test_effort_tells_work_from_standing_still():

@@ -216,6 +216,8 @@ async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(m
 class Stuck:
     """A fork server that never answers until it is ended; then another is in its place."""
 
+    pid = None
+
     def __init__(self, gone):
         self.gone = gone
 

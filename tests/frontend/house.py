@@ -21,7 +21,9 @@ from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
 from epdd.frontend.context import Context, Event
+from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
+from epdd.frontend.server import Runner
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _TEST_S_MAX = 20
@@ -133,6 +135,7 @@ class House:
     door: Door
     context: Context
     http: aiohttp.ClientSession
+    app: web.Application
     routes: list[web.AbstractRoute]
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -168,10 +171,10 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
                       admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
-                      history=History())
+                      history=History(), keys=Keys(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)
-    runner = web.AppRunner(served, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    runner = Runner(served, stats, shutdown_timeout_s=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -179,7 +182,7 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
     try:
         async with aiohttp.ClientSession() as http:
             yield House(f"http://127.0.0.1:{port}", script, door, context, http,
-                        list(served.router.routes()), status)
+                        served, list(served.router.routes()), status)
     finally:
         await runner.cleanup()
 

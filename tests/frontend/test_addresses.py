@@ -18,7 +18,8 @@ from epdd.frontend.addresses import Allowlist, is_public
     "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "fec0::1", "ff02::1",
     "2001:db8::1", "100::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:169.254.169.254", "::127.0.0.1",
     "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a9fe:a9fe::1", "2001:0:7f00:1::",
-    "fd00:ec2::254",
+    "fd00:ec2::254", "168.63.129.16", "::ffff:168.63.129.16", "100.100.100.200", "192.0.0.192",
+    "64:ff9b:1::a9fe:a9fe", "3fff::1", "5f00::1", "::ffff:0:127.0.0.1",
 ])
 def test_not_public(text: str) -> None:
     assert not is_public(ip_address(text))

@@ -309,7 +309,13 @@ async def test_strict(house: House) -> None:
 def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     @hosted()
     async def test(house: House) -> None:
-        assert (await raw(house, data)).partition(b" ")[2].startswith(b"400 ")
+        answer = await raw(house, data)
+        assert answer.partition(b" ")[2].startswith(b"400 ")
+        error = envelope(answer)
+        assert error["type"] == "invalid_request_error" and b"sk-secret" not in answer
+        assert b"x-request-id: " in answer and b"Server: epdd" in answer
+        stats = house.context.stats
+        assert stats.statuses == {400: 1} and stats.errors == {error["code"]: 1}
         assert (await house.chat()).status == 200 and house.door.inside == 0
 
     test(family)

@@ -83,7 +83,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
 
     file = tmp_path / "keys"
     file.write_text("# ours\n sk-a \n\nsk-b\r\n")
-    found = keys.load(Server(api_keys=("sk-c",), api_keys_file=str(file)))
+    found = keys.Keys(Server(api_keys=("sk-c",), api_keys_file=str(file)))
     for key in ("sk-a", "sk-b", "sk-c"):
         found.check(Request(key))       # type: ignore[arg-type]
     for key in ("# ours", "ours", ""):
@@ -99,7 +99,7 @@ def test_files_that_would_let_everybody_or_nobody_in(tmp_path: Path, text: Any, 
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=words) as caught:
-        keys.load(Server(api_keys_file=str(file)))
+        keys.Keys(Server(api_keys_file=str(file)))
     assert "sk-" not in caught.value.message
 
 
@@ -148,3 +148,31 @@ async def test_off_by_default(house: House) -> None:
     assert answer.status == 405 and (await answer.json())["error"]["code"] == "method_not_allowed"
     answer = await house.http.get(f"{house.url}/v1/models", headers={"Origin": PAGE})
     assert not [name for name in answer.headers if name.startswith(("Access-Control", "Vary"))]
+
+
+def test_keys_are_changed_while_running_and_a_broken_file_changes_nothing(family: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-old\n")
+
+    @hosted(server={"api_keys_file": str(file)})
+    async def test(house: House) -> None:
+        async def statuses() -> list[int]:
+            return [(await house.http.get(f"{house.url}/v1/models", headers=bearer(key))).status
+                    for key in ("sk-old", "sk-new")]
+
+        guard, server = house.context.keys, house.context.config.server
+        assert await statuses() == [200, 401]
+        file.write_text("sk-old\nsk-new\n")
+        assert await statuses() == [200, 401]       # not before it is told
+        guard.load(server)
+        assert await statuses() == [200, 200]
+        for broken in ("", "two words\n"):
+            file.write_text(broken)
+            with pytest.raises(ConfigError):
+                guard.load(server)
+            assert await statuses() == [200, 200]
+        file.write_text("sk-new\n")
+        guard.load(server)
+        assert await statuses() == [401, 200]
+
+    test(family)

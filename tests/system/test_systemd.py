@@ -176,6 +176,63 @@ def test_a_daemon_that_hangs_is_replaced(service):
     assert json.loads(epdctl(service, "status", "--json").stdout)["state"] == "ready"
 
 
+def test_the_hardening_is_worth_what_we_say(service):
+    told = service.run("systemd-analyze", "security", "epdd.service", "--no-pager", check=False).stdout
+    score = float(re.search(r"Overall exposure level for epdd.service: ([0-9.]+)", told)[1])
+    assert score < 2.5, told
+
+
+def test_the_request_log_and_the_cache_have_their_folders(service):
+    settings(service, SETTINGS + "[log]\nrequests = '/var/log/epdd/requests.jsonl'")
+    service.run("systemctl", "restart", "epdd")
+    epdctl(service, "chat", "-i", red_square(), "What colour is it?")
+    path = "/var/log/epdd/requests.jsonl"
+    end = time.monotonic() + 30
+    while not (lines := service.run("cat", path, check=False).stdout.splitlines()):
+        assert time.monotonic() < end, service.journal()
+        time.sleep(0.3)
+    line = json.loads(lines[0])
+    assert (line["outcome"], line["status"], line["images"]) == ("completed", 200, 1)
+    assert service.run("stat", "-L", "-c", "%a", path, "/var/log/epdd/").stdout.split() == ["600", "750"]
+    # logrotate's way: the file is moved, the service reloaded.
+    service.run("sh", "-c", f"mv -T {path} {path}-moved")
+    service.run("systemctl", "reload", "epdd")
+    epdctl(service, "chat", "What colour is it?")
+    while not service.run("cat", path, check=False).stdout:
+        assert time.monotonic() < end + 30, service.journal()
+        time.sleep(0.3)
+    pid = service.show("MainPID")[0]
+    environment = service.run("cat", f"/proc/{pid}/environ").stdout.split("\0")
+    assert "CACHE_DIRECTORY=/var/cache/epdd" in environment
+    assert service.run("stat", "-L", "-c", "%a", "/var/cache/epdd").stdout.strip() == "750"
+
+
+# What a client sees of a crash: a stream that has begun, and is killed in its midst.
+IN_FLIGHT = """
+import http.client, json, os, signal, sys
+connection = http.client.HTTPConnection("127.0.0.1", 8765, timeout=60)
+body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 4000, "ignore_eos": True}
+connection.request("POST", "/v1/chat/completions", json.dumps(body))
+answer = connection.getresponse()
+first = answer.readline()
+os.kill(int(sys.argv[1]), signal.SIGKILL)
+try:
+    rest = answer.read()
+    print("ended", b"[DONE]" in rest)
+except (http.client.IncompleteRead, ConnectionError) as error:
+    print(answer.status, first[:6].decode(), type(error).__name__)
+"""
+
+
+def test_a_daemon_that_crashes_breaks_its_answers_and_comes_back(service):
+    pid, restarts = service.show("MainPID", "NRestarts")
+    seen = service.run("env", "LD_LIBRARY_PATH=/opt/epdd/python/lib", PYTHON, "-c", IN_FLIGHT, pid).stdout.split()
+    assert seen[:2] == ["200", "data:"] and seen[2] in ("IncompleteRead", "ConnectionResetError"), seen
+    wait_for(service, [str(int(restarts) + 1), "active"], "NRestarts", "ActiveState")
+    assert service.show("MainPID") != [pid]
+    assert epdctl(service, "chat", "-i", red_square(), "What colour is it?").stdout.strip()
+
+
 def test_a_setting_that_cannot_work_is_not_tried_again(service):
     settings(service, SETTINGS + "[server]\nprot = 1")
     assert service.run("systemctl", "restart", "epdd", check=False).returncode != 0

@@ -172,3 +172,12 @@ def test_damaged_files_end_as_pixels_or_media_error(kind: str, data: st.DataObje
         assert found.ndim == 3 and found.shape[2] == 3 and found.dtype == np.uint8
     except MediaError as error:
         assert error.code in IMAGE_CODES
+
+
+def test_too_little_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(image: Image.Image) -> Image.Image:
+        raise MemoryError
+
+    monkeypatch.setattr("epdd.worker.decode_image._as_rgb", none)
+    with pytest.raises(MemoryError):
+        pixels(encoded(picture(8, 8), "PNG"))

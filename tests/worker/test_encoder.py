@@ -169,3 +169,21 @@ def test_warm_up_measures_growing_sizes(checkpoint: Callable[..., str]) -> None:
     assert all(seconds > 0 for _, seconds in ready.samples)
     assert ready.samples[-1][0] <= bench.family.rows_max * 4
     assert not bench.sent and bench.encoder.beat() == wire.Beat(steps=0)
+    assert ready.backend in {trial.backend for trial in ready.trials if not trial.note}
+    assert [trial.backend for trial in ready.trials] == ["torch", "prepacked", "ipex"]
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_after_the_warm_up_embeddings_are_the_same_or_near(checkpoint: Callable[..., str], quantize: str) -> None:
+    folder = checkpoint("qwen3_vl")
+    bench = Bench(folder, quantize=quantize)
+    ready = bench.encoder.warm_up(lambda done: None)
+    assert ("int8" in {trial.backend for trial in ready.trials}) == (quantize == "int8")
+    image = checkpoints.picture(333, 251)
+    lease = bench.submit("x", image)
+    bench.run()
+    wanted, _ = pd.embed(folder, image)
+    if ready.backend == "int8":
+        assert torch.nn.functional.cosine_similarity(bench.read(lease), wanted, dim=-1).mean() > 0.99
+    else:
+        torch.testing.assert_close(bench.read(lease), wanted, atol=2e-4, rtol=1e-4)

@@ -72,6 +72,15 @@ def test_damaged_checkpoints_are_model_errors(checkpoint: Callable[..., str], tm
         load.load_language(str(tmp_path), "auto", "cpu", "sdpa")
 
 
+def test_pickled_weights_are_never_read(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    for path in Path(checkpoint("qwen3_vl")).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no file named model.safetensors"):
+        load.load_vision(str(tmp_path), "auto", "cpu")
+
+
 def test_auto_dtype_follows_checkpoint_and_cpu(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, f16, f32 = (checkpoint("qwen3_vl", dtype=kind) for kind in ("bfloat16", "float16", "float32"))
     for fast in (False, True):

@@ -158,6 +158,9 @@ def test_garbage_is_a_protocol_error(served: Served, frame: bytes) -> None:
 def test_failures_tell_our_own_words_and_hide_others() -> None:
     assert loop.failed("a", MediaError("too small", code="image_too_small")) == wire.Failed(
         "a", "image_too_small", "too small")
+    assert {loop.failed("a", error).code for error in (MemoryError(), RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    ))} == {"out_of_memory"}
     assert loop.failed("a", WorkerFailed("rows")) == wire.Failed("a", "worker_failed", "rows")
     assert loop.failed("a", RuntimeError("/secret/path 0x7f00")) == wire.Failed(
         "a", "internal_error", "the worker failed on this request")

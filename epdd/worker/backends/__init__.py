@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from epdd.worker.grids import Grid
 from epdd.worker.tower import Tower
@@ -32,11 +33,12 @@ class Backend(Protocol):
 
 
 def relative_error(found: Planes, wanted: Planes) -> float:
-    """Of the worst plane: the norm of the difference over the norm of what is wanted."""
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True))
+    """Of the worst plane: the norm of the difference over the norm of what is wanted.  NaN where one is."""
+    return float(torch.stack([(a.float() - b.float()).norm() / b.float().norm()
+                              for a, b in zip(found, wanted, strict=True)]).max())
 
 
 def cosine(found: Planes, wanted: Planes) -> float:
-    """Of the worst plane: the mean of its rows' cosines."""
-    return min(float(torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).mean())
-               for a, b in zip(found, wanted, strict=True))
+    """Of the worst plane: the mean of its rows' cosines.  NaN where one is."""
+    return float(torch.stack([functional.cosine_similarity(a.float(), b.float(), dim=-1).mean()
+                              for a, b in zip(found, wanted, strict=True)]).min())

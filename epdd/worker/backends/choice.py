@@ -88,11 +88,15 @@ def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float
             begin = time.perf_counter()
             found = run(*small)
             took = time.perf_counter() - begin
-            first = first or (found, took)
-            notes[backend.name] = backend.refusal(found, first[0])
-            if took > SLOW * first[1]:
+            if first is None:
+                first = found, took
+            elif took > SLOW * first[1]:
                 notes[backend.name] = f"{took / first[1]:.0f} times as slow as {backends[0].name}"
+            else:
+                notes[backend.name] = backend.refusal(found, first[0])
         except Exception as error:
+            if first is None:
+                raise       # what torch itself cannot compute, nobody can
             notes[backend.name] = _first_line(error)
         if not notes[backend.name]:
             runs[backend.name] = run

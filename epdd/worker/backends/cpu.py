@@ -55,17 +55,18 @@ class Prepacked(Plain):
 
 
 class Int8(Prepacked):
-    """The blocks' products in int8, rows quantised as they come; patch embedding and mergers as Prepacked."""
+    """Products in int8, rows quantised as they come; the patch embedding, whose rows are the pixels, as Prepacked."""
 
     name = "int8"
 
     def prepare(self, tower: Tower) -> Run:
-        for block in tower.module.blocks:
-            for parent in block.modules():
-                for name, child in list(parent.named_children()):
-                    if isinstance(child, nn.Linear):
-                        setattr(parent, name, Int8Linear(child))
-        prepack.pack(tower.module)
+        embed = tower.module.patch_embed
+        prepack.pack(embed)
+        # Names, not layers: each one's old weights must be freed before the next ones are made.
+        places = [(parent, name) for parent in tower.module.modules() for name, child in parent.named_children()
+                  if isinstance(child, nn.Linear) and parent is not embed]
+        for parent, name in places:
+            setattr(parent, name, Int8Linear(getattr(parent, name)))
         return tower
 
     def refusal(self, found: Planes, wanted: Planes) -> str:

@@ -5,6 +5,7 @@ Losing the file, or not being able to write it, costs that measurement and nothi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -57,7 +58,8 @@ class Memory:
             draft.replace(self.path)
         except OSError as error:
             log.debug("%s is not remembered: %s", self.path, error)
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
 
 
 def folder(environ: Mapping[str, str] | None = None) -> Path | None:

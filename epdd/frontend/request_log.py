@@ -1,0 +1,138 @@
+"""The request log: one JSON line for each request, on disk, for those who ask for it (`log.requests`).
+
+Sizes and times only: no prompt, picture, answer or key.  Serving never waits for it: lines go through a bounded queue
+to a thread of its own, and what the disk does not take is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+log = logging.getLogger(__name__)
+
+LINES_MAX = 10_000          # that wait: 4 MB, minutes of any traffic
+BATCH_MAX = 256             # lines of one write
+CLOSE_S = 1.0               # at stop: for what waits; a disk that hangs is not waited for
+
+
+class RequestLog:
+    """Appends to one file; at `bytes_max` it becomes FILE.1, FILE.1 becomes FILE.2, and so on up to `kept`."""
+
+    def __init__(self, path: Path, bytes_max: int, kept: int) -> None:
+        """Nothing is opened here: that may already hang."""
+        self._path = path
+        self._bytes_max = bytes_max
+        self._kept = kept
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(LINES_MAX)
+        self._reopen = False
+        self._complains = False             # that lines are lost has been said
+        self._lock = threading.Lock()       # for the two counts, of which both threads add to one
+        self.written = self.dropped = 0     # lines
+        self._file = -1
+        self._size = 0
+        self._torn = False                  # the disk filled up within a line: the next must not be added to it
+        # A daemon's thread: one that hangs in a write must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Queue a line, or drop it.  Never waits."""
+        try:
+            self._waiting.put_nowait(orjson.dumps(line) + b"\n")
+        except queue.Full:
+            self._lost(1, "the disk is too slow, or hangs")
+
+    def reopen(self) -> None:
+        """From the next line on, open the path anew: somebody has moved the file away."""
+        self._reopen = True
+
+    def close(self) -> None:
+        """Write what waits, as far as the disk takes it within CLOSE_S."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    # --- in the thread
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            lines = [self._waiting.get()]
+            while len(lines) < BATCH_MAX and not self._waiting.empty():
+                lines.append(self._waiting.get_nowait())
+            last = None in lines
+            if batch := [line for line in lines if line is not None]:
+                self._store(batch)
+
+    def _store(self, lines: list[bytes]) -> None:
+        try:
+            self._prepare(sum(map(len, lines)))
+            self._append(lines)
+        except OSError as error:
+            self._lost(len(lines), error.strerror or str(error))
+            return
+        self.written += len(lines)
+        if self._complains and self._waiting.empty():      # a slow disk would have it said with every batch
+            self._complains = False
+            log.warning("request log: lines are written again dropped=%s", self.dropped)
+
+    def _prepare(self, more: int) -> None:
+        """Have the file open, with room for so many bytes.  Raises OSError."""
+        if self._reopen:
+            self._reopen = False
+            self._shut()
+        if self._file >= 0 and self._size and self._size + more > self._bytes_max and self._rotates:
+            self._shut()
+            for number in range(self._kept, 0, -1):
+                source = self._numbered(number - 1)
+                if source.exists():
+                    os.replace(source, self._numbered(number))
+            if not self._kept:
+                os.unlink(self._path)
+        if self._file < 0:
+            # Who reads it may see who asks when: nobody else's business.
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._size = os.fstat(self._file).st_size
+            self._torn = self._torn and self._size > 0
+
+    @property
+    def _rotates(self) -> bool:
+        """A pipe or /dev/stderr has no size to bound."""
+        return stat.S_ISREG(os.fstat(self._file).st_mode)
+
+    def _append(self, lines: list[bytes]) -> None:
+        data = memoryview((b"\n" if self._torn else b"") + b"".join(lines))
+        try:
+            while data:
+                done = os.write(self._file, data)
+                self._size += done
+                self._torn = data[done - 1] != ord("\n")
+                data = data[done:]
+        except OSError:
+            self._shut()
+            raise
+
+    def _shut(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+    def _lost(self, lines: int, why: str) -> None:
+        with self._lock:
+            self.dropped += lines
+            said, self._complains = self._complains, True
+        if not said:
+            log.warning("request log: lines are dropped: %s path=%s", why, self._path)

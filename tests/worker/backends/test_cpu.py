@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+import torch
+from torch import nn
+
+from epdd.worker.backends import choice, cosine, cpu, relative_error
+from epdd.worker.prepack import PackedLinear
+from tests import checkpoints
+from tests.worker.test_tower import loaded
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_prepacked_planes_are_those_of_plain_torch(checkpoint: Callable[..., str], family: str) -> None:
+    made = loaded(checkpoint(family))
+    batch = choice.probe(made, 64)
+    wanted = made(*batch)
+    found = cpu.Prepacked().prepare(made)(*batch)
+    assert relative_error(found, wanted) < 1e-5
+    assert not any(isinstance(part, nn.Linear) for part in made.module.modules())
+    fused = sum(isinstance(part, cpu.PackedGelu) for part in made.module.modules())
+    assert fused == (4 if family == "qwen3_vl" else 0)      # the other families have other activations
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_int8_planes_are_near_and_pixels_are_not_quantised(checkpoint: Callable[..., str], family: str) -> None:
+    made = loaded(checkpoint(family))
+    batch = choice.probe(made, 64)
+    wanted = made(*batch)
+    found = cpu.Int8().prepare(made)(*batch)
+    assert 0.99 < cosine(found, wanted) < 0.999999
+    assert cpu.Int8().refusal(found, wanted) == ""
+    for part in (made.module.blocks, made.module.merger):
+        kinds = {type(module) for module in part.modules()}
+        assert cpu.Int8Linear in kinds and not {nn.Linear, PackedLinear} & kinds
+    assert isinstance(made.module.patch_embed.product, PackedLinear | nn.Linear)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-2), (torch.bfloat16, 3e-2)])
+def test_int8_rows_have_their_own_scales(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 40).to(dtype).requires_grad_(False)
+    rows = torch.randn(3, 7, 96).to(dtype)
+    rows[0, 0] *= 1000          # one row stands out, one is empty
+    rows[0, 1] = 0
+    wanted, found = plain(rows), cpu.Int8Linear(plain)(rows)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    errors = (found - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)
+    assert errors.max() < tolerance
+
+
+def test_what_is_off_is_refused_with_its_number() -> None:
+    wanted = [torch.ones(4, 8), torch.ones(4, 8)]
+    off = [torch.ones(4, 8), torch.full((4, 8), 1.001)]
+    assert cpu.Plain().refusal(wanted, wanted) == ""
+    assert cpu.Plain().refusal(off, wanted) == "off by 1.0e-03 of the embedding, 1e-04 allowed"
+    assert cpu.Int8().refusal(off, wanted) == ""
+    turned = [torch.ones(4, 8), torch.ones(4, 8) * torch.tensor([1.0, -1.0] * 4)]
+    assert cpu.Int8().refusal(turned, wanted) == "cosine 0.0000, at least 0.99 needed"
+    broken = [torch.ones(4, 8), torch.full((4, 8), float("nan"))]
+    assert cpu.Plain().refusal(broken, wanted) and cpu.Int8().refusal(broken, wanted)
+
+
+def test_an_extension_for_another_torch_is_never_imported(checkpoint: Callable[..., str],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loaded(checkpoint("qwen3_vl"))
+    monkeypatch.setattr(metadata, "version", lambda name: "2.8.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert cpu.Ipex().missing(made) == "version 2.8.0 does not fit torch 2.13.0+cpu"
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert cpu.Ipex().missing(made) == "not installed"

@@ -35,7 +35,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/python tools/audit.py
 
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
-$(VENV)/.installed: setup.cfg constraints.txt
+$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/worker/native/*.h) constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@

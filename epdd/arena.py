@@ -11,12 +11,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
+from collections.abc import Callable
 
 from epdd.errors import StartupError, WorkerFailed
 from epdd.wire import Lease
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20              # bytes of a huge page on x86 and of most ARM kernels; sizes and slices are multiples of it
+PIECE = 64 << 20            # reserved at a time, so that progress can be told
+COLLAPSE_S = 5.0            # so long huge pages are asked for: where memory is in pieces each takes a while to make
 _MFD_HUGE_2MB = 21 << 26
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25     # Linux 5.14, 5.14 and 6.1
@@ -75,11 +79,12 @@ class Mapping:
         if huge_pages:
             self._advise(0, size, mmap.MADV_HUGEPAGE)
 
-    def reserve(self, offset: int, size: int) -> None:
+    def reserve(self, offset: int, size: int, progress: Callable[[float], None] = lambda done: None) -> None:
         """Allocate and touch these pages now.  Raises StartupError where memory is short.
 
-        What is free is looked at first: a memfd has no size limit of its own, so fallocate would go on until
-        the kernel kills something for it.  A worker that comes back finds the pages there already.
+        `progress` hears of the share that is done, 0 to 1.  What is free is looked at first: a memfd has no size limit
+        of its own, so fallocate would go on until the kernel kills something for it.  A worker that comes back finds
+        the pages there already.
         """
         if size == 0:
             return
@@ -87,8 +92,15 @@ class Mapping:
             raise StartupError(f"arena: [{offset}, +{size}) is outside the {self.size} bytes")
         if not self._reserved_pages and min(size, self._missing) > (free := _available_bytes()):
             raise StartupError(f"arena: {size} bytes cannot be reserved, {free} are available; lower arena.bytes")
+        patience = time.monotonic() + COLLAPSE_S
+        for at in range(offset, offset + size, PIECE):
+            piece = min(PIECE, offset + size - at)
+            self._reserve(at, piece, collapse=time.monotonic() < patience)
+            progress((at + piece - offset) / size)
+
+    def _reserve(self, offset: int, size: int, collapse: bool) -> None:
         # Through the mapping first: fallocate knows no advice and would take small pages.
-        if self._huge_pages and not self._reserved_pages:
+        if collapse and self._huge_pages and not self._reserved_pages:
             for at in range(offset, offset + size, HUGE):   # what is wholly empty is not made huge
                 self._bytes[at]
             self._advise(offset, size, _MADV_COLLAPSE)

@@ -73,6 +73,7 @@ class PrefillDecode:
     batch_max: int = 64                     # sequences that decode together
     kv_tokens: int = 0                      # 0: as many as kv_bytes hold
     kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB; on a GPU all that is left
+    kv_dtype: str = "auto"                  # of keys and values on CPUs; auto: the weights'
     prefix_cache: bool = True               # keep what was computed, for prompts that begin alike
 
 
@@ -175,6 +176,7 @@ POLICIES = {                                # router.policy, in the words of `ep
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "encoder.quantize": ("", "int8"),
+    "pd.kv_dtype": ("auto", "float32", "bfloat16"),
     "router.policy": tuple(POLICIES),
     "router.unit": ("request", "image", "patch"),
     "media.fetch": ("off", "allowlist", "public"),

@@ -51,6 +51,7 @@ class WorkerSpec:
     gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
     peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
     quantize: str = ""              # encoder: "int8" where that is faster and near enough; empty: never
+    kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"

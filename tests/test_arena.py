@@ -31,13 +31,16 @@ def test_two_mappings_share_the_bytes_and_reserving_changes_none(huge_pages):
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])
-def test_reserved_pages_are_really_there(huge_pages):
+def test_reserved_pages_are_really_there(monkeypatch, huge_pages):
     fd = arena.create(SIZE)
     before = os.fstat(fd).st_blocks
     mapping = arena.Mapping(fd, SIZE, huge_pages)
-    mapping.reserve(HUGE, 2 * HUGE)
+    told: list[float] = []
+    monkeypatch.setattr(arena, "PIECE", HUGE)
+    mapping.reserve(HUGE, 2 * HUGE, told.append)
     assert before == 0 and os.fstat(fd).st_blocks * 512 == 2 * HUGE
     assert mapping.huge_bytes in (0, 2 * HUGE if huge_pages else 0)     # as the system allows
+    assert told == [0.5, 1.0]
     assert not mapping.populate()       # the rest is another's to reserve
     assert os.fstat(fd).st_blocks * 512 == 2 * HUGE
 

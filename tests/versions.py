@@ -1,4 +1,4 @@
-"""The oldest and the newest transformers that setup.cfg allows, each with the tests that lean on it most: `make versions`.
+"""The oldest and the newest transformers that setup.cfg allows, each with the tests that lean on it: `make versions`.
 
 They are installed beside the environment, into build/versions, and come before its own on the path.  What they need
 that the environment has in a newer form is named here; torch is too large to be had in several versions.

@@ -217,9 +217,9 @@ def encoding(folder, side, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=200, help="handovers of each size")
+    parser.add_argument("--repeats", type=int, default=100, help="handovers of each size")
     parser.add_argument("--others", type=int, default=5, help="repeats of the other ways")
-    parser.add_argument("--side", type=int, default=448, help="of the image that is encoded, in pixels")
+    parser.add_argument("--side", type=int, default=224, help="of the image that is encoded, in pixels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report = Report(args.out)
@@ -230,8 +230,8 @@ def main():
                          "fresh memfd": through(send_memfd, receive_memfd, sum(parts), args.others),
                          "pickle": through(send_pickle, receive_pickle, sum(parts), args.others)}
                   for size, parts in SIZES.items()}
+        tell(report, found, others)
         into = encoding(Path(folder) / "model", args.side, args.others)
-    tell(report, found, others)
     lease, private = map(statistics.median, into)
     report.say(f"encoding {args.side} x {args.side} pixels into a lease: {lease:.3f} s, into private memory "
                f"{private:.3f} s, ratio {lease / private:.3f} (target 1.03), medians of {len(into[0])}")
@@ -262,7 +262,7 @@ def tell(report, found, others):
                   for way, times in totals.items()]
     report.table("All ways, ms from private memory to bytes that the other process has read; memcpy: the copy "
                  "alone", ["way", "ms", "to memcpy"], table)
-    report.plot("handover", "From the last write to a tensor in the other process", "MiB", [Panel("", "ms, p50 and p99", {
+    report.plot("handover", "From the last write to a tensor in the other process", "MiB", [Panel("p50 and p99", "ms", {
         f"{name}, {label}": [(sum(SIZES[size]) / MIB, 1e3 * quantile([work["handover_s"] for work in works], share))
                              for size, works in sizes.items()]
         for name, (sizes, _) in found.items() for label, share in (("p50", 0.5), ("p99", 0.99))})])

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from explore_fleet import Violation
 from explore_loop import all_paths
-from explore_run import Ask, Scenario, explored, run, run_seed
+from explore_memory import Violation
+from explore_run import explored, run, run_seed
+from explore_scenario import Ask, Scenario
 
 TOLD_S = 30.0
 

@@ -1,7 +1,7 @@
-"""One schedule of epdd's dispatch, from the first request to the last process gone, and what must hold in it.
+"""One schedule of epdd's dispatch, from the first request to the last process gone.
 
 Supervisor, pipeline, encoding, router, leases and channels are the real ones; processes, sockets, memory and time are
-those of explore_fleet.py and explore_loop.py.
+those of explore_fleet.py, explore_memory.py and explore_loop.py, and explore_rules.py judges.
 """
 
 from __future__ import annotations
@@ -12,131 +12,30 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any, cast
 from unittest import mock
 
-from explore_fleet import Channel, Link, Manners, Memory, Process, Violation
+import explore_rules
+from explore_fleet import Channel, Link, Manners, Process
 from explore_loop import Action, AtRandom, Choices, Loop
+from explore_memory import Memory, Violation
+from explore_scenario import FAMILY, Asker, Scenario, request, scenario
 
 from epdd.arena import PAGE
-from epdd.config import POLICIES, Config
+from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
-from epdd.dispatch.request import Image, Placed, Request
-from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
-from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
 from epdd.fleet import supervisor
 from epdd.fleet.worker import Worker
-from epdd.wire import Done, Prefilled, Sampling, Tokens, WorkerSpec
+from epdd.wire import WorkerSpec
 
 ACTIONS_MAX = 5_000         # of a schedule: ten times what the longest needs
+TOLD_MAX = 300              # actions that a violation tells: whatever goes on for ever has gone wrong before
 NEVER_S = 1e9
-ROWS_A_PAGE = 16
-FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
-                hidden=PAGE // ROWS_A_PAGE // 4, planes=1, context_max=4096, vocab=1000, eos_ids=(0,))
-MANNERS = Manners()
-DEADLY = MANNERS.deadly
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request of a scenario."""
-
-    images: tuple[int, ...] = ()
-    n: int = 1
-    max_tokens: int = 1
-    deadly: bool = False
-    deadline_s: float = 0.0
-    leaves_after: int = 0           # events, by closing the answer; 0: stays
-    slow: bool = False              # reads an event when the schedule says so
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Fleet, arena and requests; what happens to them is the schedule's."""
-
-    asks: tuple[Ask, ...]
-    encoders: int = 1
-    gpus: int = 0                   # of the encoders
-    pds: int = 1
-    pages: int = 8
-    cache_pages: int = 8
-    cancels: int = 0                # at most so many of each
-    deaths: int = 0
-    orders: int = 0                 # drain, resume, restart, garbage, the stop of the daemon
-    policy: str = "earliest"
-    encode_s: float = 0.05
-    # To run all schedules of it: things happen one after another, each when the loop has nothing left to do; processes
-    # take works at once and are heard at once, time passes when nothing else can happen, and all are ready before the
-    # first request.  Orders and answers still cross: a Cancel is taken when the schedule says so.
-    small: bool = False
-
-
-def scenario(rng: random.Random) -> Scenario:
-    """Any, small enough that requests get into each other's way."""
-    pool = [0, 1, 2, 3] + [image for image in (MANNERS.bad, MANNERS.lie, MANNERS.deadly) if rng.random() < 0.1]
-    asks = tuple(Ask(tuple(rng.choice(pool) for _ in range(rng.choice((0, 1, 1, 2, 2, 3)))),
-                     n=rng.choice((1, 1, 1, 2)), max_tokens=rng.randint(1, 2), deadly=rng.random() < 0.03,
-                     deadline_s=rng.choice((0.0, 0.0, 0.0, 0.3, 2.0)), leaves_after=rng.choice((0, 0, 0, 1, 2)),
-                     slow=rng.random() < 0.2) for _ in range(rng.randint(2, 5)))
-    encoders = rng.randint(1, 3)
-    pages = rng.randint(2, 7)
-    return Scenario(asks, encoders, rng.randint(0, encoders), rng.randint(1, 2), pages, rng.randint(0, pages),
-                    rng.choice((0, 1, 3)), rng.choice((0, 0, 1, 2, 4)), rng.choice((0, 0, 1, 3)),
-                    rng.choice(list(POLICIES)), rng.choice((0.05, 1.0)))
-
-
-def pages_of(image: int) -> int:
-    """Odd images are large."""
-    return 1 + image % 2
-
-
-@dataclass
-class Asker:
-    """A client: what it asked, what it was told, how that ended."""
-
-    ask: Ask
-    request: Request
-    told: list[tuple[int, Any]] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None
-    outcome: str = ""               # completed, left, cancelled or failed
-    error: Exception | None = None
-    gate: asyncio.Future[None] | None = None
-
-    async def run(self, admission: Admission, pipeline: Pipeline) -> None:
-        """As the front end does it."""
-        try:
-            with admission.enter():
-                await self._listen(pipeline)
-        except asyncio.CancelledError:
-            self.outcome = "cancelled"
-            raise
-        except Exception as error:
-            self.outcome, self.error = "failed", error
-
-    async def _listen(self, pipeline: Pipeline) -> None:
-        async with aclosing(pipeline.run(self.request)) as events:
-            async for event in events:
-                if not isinstance(event[1], (Prefilled, Tokens, Done)):
-                    self.told.clear()       # all begins anew
-                    continue
-                self.told.append(event)
-                if self.ask.slow:
-                    self.gate = asyncio.get_running_loop().create_future()
-                    await self.gate
-                if len(self.told) == self.ask.leaves_after:
-                    self.outcome = "left"
-                    return
-        self.outcome = "completed"
-
-    def read_on(self) -> None:
-        assert self.gate is not None
-        self.gate.set_result(None)
 
 
 class House:
@@ -147,7 +46,7 @@ class House:
         self._choices = choices
         self._loop = loop
         self._left = {"cancel": given.cancels, "death": given.deaths, "order": given.orders}
-        self._happened: Counter[str] = Counter()    # faults
+        self.happened: Counter[str] = Counter()    # faults
         self.story: list[str] = []
         self.faults: list[str] = []         # of ours, as the log and the loop tell them
         self.memory = Memory(given.pages * PAGE)
@@ -163,7 +62,7 @@ class House:
         self.encoding = Encoding(self.supervisor, self.leases, config, FAMILY, history)
         self.pipeline = Pipeline(self.supervisor, self.leases, self.encoding, self.admission, history)
         self.processes: list[Process] = []
-        self.askers = [Asker(ask, _request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
+        self.askers = [Asker(ask, request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
         self._goes_on = False       # without a fault, an operator or time
         self._stop: asyncio.Task[None] | None = None
 
@@ -184,7 +83,7 @@ class House:
         """There is no fork server to end."""
 
     def _died(self) -> None:
-        self._happened["death"] += 1
+        self.happened["death"] += 1
 
     # --- as the loop's world
 
@@ -289,12 +188,12 @@ class House:
     def _fault(self, kind: str, name: str, call: Callable[..., Any], *args: Any) -> Action:
         def happen() -> None:
             self._left[kind] -= 1
-            self._happened[kind] += 1
+            self.happened[kind] += 1
             call(*args)
         return Action(name, happen)
 
     def _begin_stop(self) -> None:
-        self._happened["order"] += len(self.supervisor.workers)     # of all of them at once
+        self.happened["order"] += len(self.supervisor.workers)     # of all of them at once
         self._stop = self._loop.create_task(self.supervisor.stop())
 
     def _repairs(self) -> Iterator[Action]:
@@ -313,77 +212,16 @@ class House:
         self._loop.call_soon(self.supervisor.start)
         self._loop.run_forever()
         for asker in self.askers:
-            self._check_outcome(asker)
+            explore_rules.check_outcome(asker, self._given, self.happened)
         if self._stop is None:
-            self._check_rest()
+            explore_rules.check_rest(self)
             self._begin_stop()
             self._loop.run_forever()
         if left := [task.get_name() for task in asyncio.all_tasks(self._loop) if not task.done()]:
             raise Violation(f"tasks are left: {left}")
         if any(process.alive for process in self.processes):
             raise Violation("a process outlives the stop")
-        self._check_rest()
-
-    def _check_rest(self) -> None:
-        """Every gauge is back at its start, and every work has ended once."""
-        if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
-            raise Violation(f"works that did not end once: {wrong}")
-        leases, router = self.leases, self.encoding.router
-        rest = {"in the house": self.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes,
-                "waiting for room": leases.waiting,
-                "wanted": sum(entry.refs for entry in leases._entries.values()),
-                "held": sum(entry.holds for entry in leases._entries.values()),
-                "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(self.encoding._jobs),
-                "in lanes": sum(len(lane.held) for lane in router.pools.lanes.values()),
-                "in flight": sum(router.pools.in_flight.values()),
-                "in the suspects' turn": int(self.pipeline._suspects.locked())}
-        if left := {name: value for name, value in rest.items() if value}:
-            raise Violation(f"left at rest: {left}")
-        if leases.cached_bytes > leases.cache_limit:
-            raise Violation("the cache is over its limit")
-
-    def _check_outcome(self, asker: Asker) -> None:
-        ask, error = asker.ask, asker.error
-        by_choice: dict[int, list[Any]] = {}
-        for index, event in asker.told:
-            by_choice.setdefault(index, []).append(event)
-        for events in by_choice.values():
-            # A second attempt may begin where the first had told of its prefill only.
-            while len(events) > 1 and isinstance(events[0], Prefilled) and isinstance(events[1], Prefilled):
-                events.pop(0)
-            answer = [len(ask.images), *ask.images]
-            if not isinstance(events[0], Prefilled) or any(
-                    list(event.ids) != answer for event in events if isinstance(event, Tokens)):
-                raise Violation(f"{asker.request.id} was told {events}, not of {answer}")
-        if asker.outcome == "completed":
-            whole = [[type(event) for event in events] for events in by_choice.values()]
-            if whole != [[Prefilled, *[Tokens] * ask.max_tokens, Done]] * ask.n:
-                raise Violation(f"{asker.request.id} completed with {whole}")
-            if {MANNERS.bad, MANNERS.lie} & set(ask.images):
-                raise Violation(f"{asker.request.id} has an image that cannot be encoded, and completed")
-        elif asker.outcome == "cancelled" and not self._happened["cancel"]:
-            raise Violation(f"{asker.request.id} was cancelled by nobody")
-        elif error is not None and not self._fair(asker, error):
-            raise Violation(f"{asker.request.id} failed for no reason: {type(error).__name__}: {error}")
-
-    def _fair(self, asker: Asker, error: Exception) -> bool:
-        """Whether what happened explains the error."""
-        ask, started = asker.ask, any(isinstance(event, Tokens) for _, event in asker.told)
-        orders = self._happened["order"]
-        losses = orders + self._happened["death"]       # at most
-        if isinstance(error, MediaError):
-            return MANNERS.bad in ask.images
-        if isinstance(error, ProtocolError):
-            return MANNERS.lie in ask.images
-        if isinstance(error, WorkerTimeout):
-            return ask.deadline_s > 0
-        if isinstance(error, ArenaFull):
-            return sum(pages_of(image) for image in set(ask.images)) > self._given.pages
-        if isinstance(error, WorkerLost) and started:
-            return losses > 0
-        if isinstance(error, (WorkerLost, Rejected)):
-            return losses > 1       # one loss before the first token is made good
-        return isinstance(error, NoWorker) and (orders > 0 or losses > 1)
+        explore_rules.check_rest(self)
 
 
 @functools.cache
@@ -391,13 +229,6 @@ def _settings(policy: str) -> Config:
     """Nobody is silent for too long: a process that takes its time is one that has not been chosen yet."""
     config = Config().with_values("fleet", {"stall_s": NEVER_S, "start_timeout_s": NEVER_S}, "explored")
     return config.with_values("router", {"policy": policy}, "explored")
-
-
-def _request(name: str, ask: Ask) -> Request:
-    images = [Image(bytes((image,)), 32, 32, (1, 8, 8 * pages_of(image)), ROWS_A_PAGE * pages_of(image), str(image))
-              for image in ask.images]
-    spans = [Placed(1 + i, i) for i in range(len(images))]
-    return Request(name, [DEADLY if ask.deadly else 7], Sampling(ask.max_tokens), images, spans, ask.n, arrived=0.0)
 
 
 class _Faults(logging.Handler):
@@ -441,7 +272,7 @@ def run(given: Scenario, choices: Choices) -> list[str]:
             try:
                 house.run()
             except Exception as error:
-                error.add_note(f"{given}\n" + "\n".join(house.story))
+                error.add_note(f"{given}\n" + "\n".join(house.story[:TOLD_MAX]))
                 loop.give_up()
                 raise
             return house.story

@@ -122,8 +122,8 @@ def leaks(check: Check, device: Any, transfer: Transfer, encoder: Encoder, ways:
         if not bool((fetch(device, transfer, SMALL, lease) == number % 200).all()):
             raise SystemExit("other rows than were written")
     gpu, host = (b - a for a, b in zip(before, taken(device, encoder.pid)))
-    check.row(f"{rounds} handovers", gpu / 2 ** 20, "MiB", f"more of GPU memory in use; {host / 2 ** 20:.1f} MiB of the "
-              "processes' memory")
+    check.row(f"{rounds} handovers", gpu / 2 ** 20, "MiB",
+              f"more of GPU memory in use; {host / 2 ** 20:.1f} MiB of the processes' memory")
 
 
 def taken(device: Any, pid: int) -> tuple[int, int]:

@@ -83,9 +83,8 @@ class Encoding:
         self.sent: list[wire.FromWorker] = []
         spec = wire.WorkerSpec(name="encoder/0", role="encoder", device=device, cpus=(), numa_node=None,
                                threads=threads, model=str(check.checkpoint), dtype=dtype, arena_bytes=size)
-        roles = bootstrap.ROLES if device == "cpu" else bootstrap.ROLES | bootstrap.GPU
-        module, name = roles["encoder"]
-        self.role = getattr(importlib.import_module(module), name)(spec, self.arena, self.sent.append)
+        more = {"device": check.device()} if check.cpu and device != "cpu" else {}
+        self.role = bootstrap.role_of(spec)(spec, self.arena, self.sent.append, **more)
         self.ready = self.role.warm_up(lambda done: None)
 
     def encode(self, files: Sequence[bytes], size: tuple[int, int]) -> float:
@@ -138,7 +137,7 @@ def correct(check: Check) -> None:
 
 
 def encoder(check: Check) -> None:
-    encoding = Encoding(check, "cpu" if check.cpu else "cuda:0", threads=threads())
+    encoding = Encoding(check, "cuda:0", threads=threads())
     check.row("type", encoding.ready.dtype, "", ", ".join(f"{n} patches {1e3 * s:.0f} ms"
                                                           for n, s in encoding.ready.samples))
     for name, size, count in (("448 px", (448, 448), 4 if check.cpu else 96),

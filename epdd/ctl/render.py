@@ -98,15 +98,6 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
     ]
 
 
-def _memory(snapshot: Json) -> str:
-    """What the arena lies in, and all KV caches together."""
-    huge = snapshot["arena"]["huge_bytes"]
-    used, cached, tokens = (sum(worker[key] or 0 for worker in snapshot["workers"])
-                            for key in ("kv_used", "kv_cached", "kv_tokens"))
-    return (f"arena: {size(huge) if huge else 'nothing'} in huge pages; KV: {quantity(used)} of {quantity(tokens)} "
-            f"tokens used, {quantity(cached)} kept for prompts to come")
-
-
 def handover(snapshot: Json) -> list[str]:
     """How rows get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
     lines = []
@@ -133,6 +124,15 @@ def encoding(workers: Sequence[Json]) -> list[str]:
         line = f"{worker['backend']} in {worker['name']}" + (f"; one block: {times}" if times else "")
         seen.setdefault((worker["backend"], *(trial["backend"] + trial["note"] for trial in trials)), line)
     return list(seen.values())
+
+
+def _memory(snapshot: Json) -> str:
+    """What the arena lies in, and all KV caches together."""
+    huge = snapshot["arena"]["huge_bytes"]
+    used, cached, tokens = (sum(worker[key] or 0 for worker in snapshot["workers"])
+                            for key in ("kv_used", "kv_cached", "kv_tokens"))
+    return (f"arena: {size(huge) if huge else 'nothing'} in huge pages; KV: {quantity(used)} of {quantity(tokens)} "
+            f"tokens used, {quantity(cached)} kept for prompts to come")
 
 
 def emulated_text(emulated: Json) -> str:

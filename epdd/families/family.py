@@ -59,11 +59,11 @@ class Family:
     vocab: int                  # rows of the embedding table: the ids a client may name
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
+    weights: str = ""           # which files they are, by families.weights; empty: not known
     stored: str = "bfloat16"    # dtype of the weights as they lie in the files
     parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
     vision_width: int = 0
     kv_numbers: int = 0         # keys and values of one token, over all layers
-    weights: str = ""           # which files they are, by families.weights; empty: not known
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches that an image of this size is resized to.

@@ -56,7 +56,8 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     for i, seat in enumerate(pds):
         spec = _seated(common, seat, i)
         made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, seat, topology, pds),
-                            prefix_cache=config.pd.prefix_cache, peers=memory.peers(spec.device, topology)))
+                            kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache,
+                            peers=memory.peers(spec.device, topology)))
     return made
 
 

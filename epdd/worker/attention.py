@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from epdd.worker import native
+
 NAME = "epdd"
 
 
@@ -33,21 +35,26 @@ class Plan:
 
     pieces: list[Piece]
     slots: torch.Tensor         # [T], where each row's key and value go in the pool
+    rows: native.Rows | None    # the same row by row for the compiled kernels; None: not for them
 
 
 def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> Plan:
     """Lay out (count, extent offset, tokens computed before) of each sequence, in batch order."""
     pieces: list[Piece] = []
-    slots: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
     row = 0
     for count, offset, past in chunks:
         mask = None
         if count > 1 and past:
             mask = torch.ones(count, past + count, dtype=torch.bool, device=device).tril_(past)
         pieces.append(Piece(row, count, offset, past + count, mask))
-        slots.extend(range(offset + past, offset + past + count))
+        starts += [offset] * count
+        lengths += range(past + 1, past + count + 1)
         row += count
-    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device))
+    slots = [start + length - 1 for start, length in zip(starts, lengths)]
+    rows = native.rows(slots, starts, lengths) if device.type == "cpu" else None
+    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device), rows)
 
 
 def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -57,8 +64,9 @@ def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.T
     kv_heads = keys.shape[0]
     out = query.new_empty(rows, heads, dim)
     for piece in plan.pieces:
-        k = keys[None, :, piece.offset:piece.offset + piece.length]
-        v = values[None, :, piece.offset:piece.offset + piece.length]
+        # The pool may hold another type than the model computes in; to() copies only then.
+        k = keys[None, :, piece.offset:piece.offset + piece.length].to(query.dtype)
+        v = values[None, :, piece.offset:piece.offset + piece.length].to(query.dtype)
         if piece.count == 1:
             # The heads of a group share keys: as rows of one query they need no copies of them.
             q = query[:, :, piece.row].reshape(1, kv_heads, heads // kv_heads, dim)

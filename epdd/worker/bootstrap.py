@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ import msgspec
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
+from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +92,9 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
-    module, name = roles[spec.role]
-    role_class = getattr(importlib.import_module(module), name)
+    role_class = role_of(spec)
     told("arena", 0.0)
-    mapping = _map_arena(spec, arena)
+    mapping = _map_arena(spec, arena, lambda done: told("arena", done))
     huge_bytes = 0
     if mapping is not None:
         huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
@@ -102,11 +103,20 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
-    role = role_class(spec, mapping, connection.send, *waiting)
+    loads = spec.pace is None or spec.pace.answers == "demo"
+    with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+        role = role_class(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
+
+
+def role_of(spec: wire.WorkerSpec) -> Any:
+    """The class of its role, on its device."""
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
+    return getattr(importlib.import_module(module), name)
 
 
 def _set_up_torch(threads: int) -> None:
@@ -115,11 +125,11 @@ def _set_up_torch(threads: int) -> None:
     torch.set_num_interop_threads(1)
 
 
-def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
+def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:
     if arena is None:
         return None
     mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes, spec.huge_pages)
-    mapping.reserve(*spec.arena_slice)
+    mapping.reserve(*spec.arena_slice, progress)
     return mapping
 
 

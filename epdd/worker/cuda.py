@@ -122,7 +122,8 @@ class Device:
         except RuntimeError as error:
             raise HardwareError(f"{name} cannot be used: {(str(error).splitlines() or [''])[0]}") from None
         self._runtime = loaded_runtime()
-        self._capture_stream = torch.cuda.Stream()
+        # Kernels of a graph keep the priority of the stream they were captured on.
+        self._capture_stream = self.stream(urgent=True)
         self._graphs = torch.cuda.graph_pool_handle()
 
     def enter(self) -> None:

@@ -5,12 +5,14 @@ Functions of a batch; a chunk may begin or end inside an image.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from epdd import wire
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import Batch, Sequence
 
@@ -69,6 +71,18 @@ class Request(Sequence):
     def items(self) -> list[int]:
         """What prompt and answer so far are to the prefix cache."""
         return [*self.content, *self.tokens[self.prompt:]] if self.content else []
+
+
+def content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:
+    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
+
+    The other placeholders follow from it, and so do the positions of all that comes after.
+    """
+    items = list(tokens)
+    for span in spans:
+        name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
+        items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
+    return tuple(items)
 
 
 def ids(batch: Batch[Request]) -> list[int]:

@@ -11,14 +11,18 @@ copying a token's rows is thousands of times cheaper than computing them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from epdd import wire
+from epdd.errors import ModelError
 from epdd.worker.prefix import Prefixes
 from epdd.worker.scheduler import KV_UNIT
 
+FULL_CONTEXTS_MAX = 16      # by default: a tiny model would touch gigabytes it never uses
+BYTES_DEFAULT = 1 << 30     # placement names a size; this is for a spec made by hand
 HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is held is never taken
 
 
@@ -26,6 +30,26 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """KV memory of one token over all layers, from a text model's config."""
     layers, heads, dim = _shape(config)
     return 2 * layers * heads * dim * int(dtype.itemsize)
+
+
+def pick_dtype(spec: wire.WorkerSpec, weights: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in.  On a GPU, whose kernels take no other, always the weights' type."""
+    if spec.kv_dtype == "auto" or spec.device != "cpu":
+        return weights
+    return cast(torch.dtype, getattr(torch, spec.kv_dtype))
+
+
+def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int) -> int:
+    """How many to hold: as told, or what the bytes hold, up to a number of requests of full length.
+
+    Raises ModelError where not one unit fits.
+    """
+    each = bytes_per_token(config, dtype)
+    count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + KV_UNIT))
+    count = min(count, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
+    if count < KV_UNIT:
+        raise ModelError(f"KV cache of {count} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
+    return count
 
 
 class Step:
@@ -38,8 +62,8 @@ class Step:
                **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by transformers' attention: store rows [1, kv heads, T, dim], return the layer's pool."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys.index_copy_(1, self._slots, key[0])
-        values.index_copy_(1, self._slots, value[0])
+        keys.index_copy_(1, self._slots, key[0].to(keys.dtype))
+        values.index_copy_(1, self._slots, value[0].to(values.dtype))
         return keys, values
 
 
@@ -62,6 +86,10 @@ class Pool:
     def cached(self) -> int:
         """Tokens of memory that nobody holds and whose content is known."""
         return int(np.count_nonzero(self._prefixes.used[~self._taken])) * KV_UNIT
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, where they lie as long as the pool lives."""
+        return self._keys[index], self._values[index]
 
     def offset(self, owner: str) -> int:
         """The token where its extent begins."""

@@ -137,3 +137,13 @@ def test_number(value, text):
 @pytest.mark.parametrize("value, text", [(0, "0 B"), (1536, "1.5 KiB"), (512 << 20, "512 MiB"), (5 << 39, "2.5 TiB")])
 def test_size(value, text):
     assert render.size(value) == text
+
+
+def test_encoding_tells_each_outcome_once() -> None:
+    trials = [{"backend": "torch", "seconds": 0.16, "note": ""}, {"backend": "prepacked", "seconds": 0.142, "note": ""},
+              {"backend": "ipex", "seconds": 0.0, "note": "not installed"},
+              {"backend": "int8", "seconds": 0.07, "note": "cosine 0.9321, at least 0.99 needed"}]
+    alike = [{"name": f"encoder/{i}", "backend": "prepacked", "trials": trials} for i in range(3)]
+    assert render.encoding([*alike, {"name": "encoder/3", "backend": "torch", "trials": []}, {"name": "pd/0"}]) == [
+        "prepacked in encoder/0; one block: int8 70 ms (refused), prepacked 142 ms, torch 160 ms",
+        "torch in encoder/3"]

@@ -16,8 +16,8 @@ from epdd.wire import Encoded, Failed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from explore_fleet import Violation  # noqa: E402
 from explore_leases import SMALL, all_of, at_random, explore  # noqa: E402
+from explore_memory import Violation  # noqa: E402
 
 
 def test_a_thousand_random_schedules_hold():

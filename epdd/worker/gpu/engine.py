@@ -15,9 +15,9 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
-from epdd.worker import attention, cuda, inputs
+from epdd.worker import attention, cuda, inputs, norm
 from epdd.worker.engine import Engine, Logits
-from epdd.worker.gpu import flash, norm
+from epdd.worker.gpu import flash
 from epdd.worker.gpu.graphs import Graphs
 from epdd.worker.gpu.leased import Leased, ask_ahead, splice
 from epdd.worker.inputs import Image, Request
@@ -37,8 +37,9 @@ class GpuEngine(Engine):
                  device: cuda.Device | None = None, kernels: dict[str, flash.Kernel] = flash.KERNELS) -> None:
         """Loads the weights and allocates the KV cache.  Raises StartupError."""
         self._gpu = device or cuda.Device(spec.device)
+        if spec.gpu_bytes:
+            self._gpu.limit(spec.gpu_bytes)
         super().__init__(replace(spec, device=str(self._gpu.torch)), arena, send, headroom)
-        norms = norm.fuse(self.model)
         self._sizes_max = min(spec.batch_max, spec.token_budget)
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
@@ -49,7 +50,8 @@ class GpuEngine(Engine):
         chosen = flash.choose(heads, kv_heads, dim, self.dtype, self._device, kernels)
         self._kernel: flash.Kernel | None = chosen and chosen[1]
         self._graphs: Graphs | None = None
-        log.info("%s attention=%s norms=%d", spec.name, chosen[0] if chosen else "sdpa by sequence", norms)
+        self._gpu.synchronise()         # the weights and the pool were made on another stream than the steps'
+        log.info("%s attention=%s", spec.name, chosen[0] if chosen else "sdpa by sequence")
 
     @property
     def busy(self) -> bool:
@@ -80,11 +82,15 @@ class GpuEngine(Engine):
         if self._kernel is not None:
             with torch.inference_mode(), self._gpu.using(self._stream):
                 self._graphs = Graphs(self._decoded, self._kernel, self._gpu.capture, self._sizes_max,
-                                      self.context_max, self._device, self._pinned)
+                                      self.context_max, self._device, self._gpu.pinned)
                 self._gpu.synchronise()
             log.info("decode graphs for %s sequences", ", ".join(map(str, self._graphs.sizes)) or "no number of")
         progress(1.0)
         return ready
+
+    def _exchange(self, name: str) -> bool:
+        log.info("%s norms exchanged=%d", name, norm.fuse(self.model))
+        return False
 
     def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
         self._transfer.check(span.lease)
@@ -95,7 +101,7 @@ class GpuEngine(Engine):
         ids, positions = inputs.ids(batch), inputs.positions(batch)
         if self._graphs is not None and self._graphs.fits(len(ids)) and len(ids) == len(layout) \
                 and not any(inputs.pieces(batch)):
-            return self._read(*self._graphs.run(ids, positions, layout))
+            return self._read(*self._graphs.run(ids, positions, layout))        # waits for the step
         numbers = self._put(torch.cat((torch.tensor(ids)[None], positions)))
         embeds = self._embed(numbers[0])
         plan = flash.plan(layout, self._kernel, self._put) if self._kernel else attention.plan(layout, self._device)
@@ -111,16 +117,9 @@ class GpuEngine(Engine):
                  plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
         return self._best(self._hidden(self._embed(ids), positions, plan))
 
-    def _read(self, best: torch.Tensor, logits: torch.Tensor) -> Logits:
-        values, tokens = best.tolist()      # waits for the step
-        return Logits(logits, values, [int(token) for token in tokens])
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """torch keeps pinned memory until the copies from it are done."""
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
-
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._pinned(tensor).to(self._device, non_blocking=True)
+        """On the device.  torch keeps pinned memory until the copies from it are done."""
+        return self._gpu.pinned(tensor).to(self._device, non_blocking=True)
 
     def _release(self, request: Request) -> None:
         """As of `Engine`; a copy that was asked for ahead may still read a lease that is about to be let go."""

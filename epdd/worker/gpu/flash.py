@@ -2,8 +2,8 @@
 
 The kernel takes all sequences of a batch at once.  A sequence's keys and values are one extent of the KV pool, so it
 needs no page table: where it expects cumulative lengths it is given each extent's beginning, and beside them how many
-tokens count.  (With page tables it wants pages of 256 tokens, torch 2.11 has none at all, and newer ones can lose rows
-where it splits the keys: pytorch issue 194167.)
+tokens count.  (With page tables it wants pages of 256 tokens, older versions have none at all, and newer ones can lose
+rows where it splits the keys: pytorch issue 194167.)
 
 Decode rows and chunks go separately: only where each sequence has one row does the kernel put the heads that share
 keys side by side and split long sequences over the card.
@@ -93,7 +93,7 @@ AttentionInterface.register(NAME, attend)
 
 
 def operator(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
-    """What varlen_attn itself calls: in torch 2.11 that does not pass lengths on, and later adds its own overhead."""
+    """What varlen_attn itself calls, which passes lengths on from torch 2.12 on, and adds its own overhead."""
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, keys, values, part.firsts, part.offsets, part.chunk_max, part.length_max, 0.0, part.chunk_max > 1, False,
         scale=scale, seqused_k=part.lengths)[0]

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from epdd.worker.gpu import norm
+from epdd.worker import norm
 
 
 class OnePlusRMSNorm(Qwen2RMSNorm):

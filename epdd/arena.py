@@ -137,6 +137,8 @@ class Mapping:
 
     def view(self, lease: Lease) -> memoryview:
         """The lease's bytes, writable, not copied.  Raises WorkerFailed outside the arena."""
+        if lease.arena:
+            raise WorkerFailed(f"arena {lease.arena} is not the host's, and cannot be read here")
         if lease.offset < 0 or lease.size < 0 or lease.offset + lease.size > self.size:
             raise WorkerFailed(f"lease [{lease.offset}, +{lease.size}) is outside the arena of {self.size} bytes")
         return self._bytes[lease.offset:lease.offset + lease.size]

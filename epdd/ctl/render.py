@@ -84,6 +84,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
+        *[("handover", line) for line in handover(snapshot)],
         ("memory", _memory(snapshot)),
         ("cache", f"{count(cache['entries'], 'image')}, {size(cache['bytes'])} of {size(cache['limit_bytes'])}"),
         ("lookups", f"{quantity(cache['hits'])} hits{_share(cache['hits'], cache['misses'])}, "
@@ -95,6 +96,20 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
         ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
     ]
+
+
+def handover(snapshot: Json) -> list[str]:
+    """How rows get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
+    lines = []
+    for pool in snapshot["transport"]["pools"]:
+        lines.append(f"{pool['encoder']}: {size(pool['used_bytes'])} of {size(pool['bytes'])} used of its GPU's "
+                     f"memory, {size(pool['cached_bytes'])} cached")
+    ways: dict[tuple[str, str], list[str]] = {}
+    for pair in snapshot["transport"]["pairs"]:
+        if pair["why"] != "on CPUs":
+            way = "by its GPU's memory" if pair["way"] == "gpu" else f"by the host's: {pair['why']}"
+            ways.setdefault((pair["encoder"], way), []).append(pair["pd"])
+    return lines + [f"{encoder} to {', '.join(pds)} {way}" for (encoder, way), pds in ways.items()]
 
 
 def encoding(workers: Sequence[Json]) -> list[str]:

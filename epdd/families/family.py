@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epdd.errors import MediaError, ModelError
-from epdd.families.weights import parameters
+from epdd.families.parameters import parameters
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -20,6 +20,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Asked whether there is a GPU, torch shall ask NVML: CUDA itself, started here, would not start in any fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # oneDNN keeps the code it makes for each matrix shape it meets, 0.6 MB each, and torch another 1,024 of them: workers
 # that see every image size and batch grew by hundreds of MB.  Making one takes half a millisecond, so few will do: 32
 # cost the demo model's prefill and decode no more CPU time than 1,024, at 22 MB instead of 490.

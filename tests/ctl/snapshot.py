@@ -44,6 +44,11 @@ def snapshot(**values: Any) -> dict[str, Any]:
                    "budget_cpu": 7911.2, "queue_jobs": 3, "queue_cost": 6120, "oldest_s": 1.24},
         "arena": {"bytes": 4 << 30, "huge_bytes": 3 << 30, "used_bytes": 3 << 30, "pinned_bytes": 700 << 20,
                   "cached_bytes": 2372 << 20, "leases": 211, "waiting": 0},
+        "transport": {"pools": [{"encoder": "encoder/0", "device": "cuda:0", "bytes": 4 << 30, "used_bytes": 1 << 30,
+                                 "cached_bytes": 512 << 20}],
+                      "pairs": [{"encoder": encoder, "pd": f"pd/{i}", "way": way, "why": why, "pinned": False}
+                                for encoder, way, why in (("encoder/0", "gpu", None), ("encoder/1", "host", "on CPUs"))
+                                for i in range(4)]},
         "cache": {"entries": 184, "bytes": 2372 << 20, "limit_bytes": 4 << 30, "hits": 51_233, "misses": 114_156,
                   "joined": 312, "evictions": 113_000},
         "requests": {"running": 38, "accepted": 120_345, "completed": 120_001, "failed": 3, "rejected": 212,

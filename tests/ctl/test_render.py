@@ -25,6 +25,8 @@ router    policy budget, in flight counted by patch, slack 1, R 6.21 measured
 pools     I_cpu 6136  B_cpu 7911  I_gpu 12.3k  N_cpu 4  N_gpu 1
 queue     3 images waiting, 6120 patches; the oldest for 1.24 s
 arena     3 GiB of 4 GiB used: 700 MiB in use, 2.3 GiB cached; 211 leases, 0 waiting
+handover  encoder/0: 1 GiB of 4 GiB used of its GPU's memory, 512 MiB cached
+handover  encoder/0 to pd/0, pd/1, pd/2, pd/3 by its GPU's memory
 memory    arena: 3 GiB in huge pages; KV: 200k of 360k tokens used, 16k kept for prompts to come
 cache     184 images, 2.3 GiB of 4 GiB
 lookups   51.2k hits (31%), 114.2k misses, 312 joined, 113k evicted

@@ -24,15 +24,15 @@ async def ways(house: House) -> list[str]:
     return [pair["way"] for pair in status["transport"]["pairs"]]
 
 
-@case("D44i", "no GPU memory while encoding", "an allocation that fails once; one that fails alone too",
+@case("D44ig", "no GPU memory while encoding", "an allocation that fails once; one that fails again alone",
       "tried alone and answered; 503 for that item, the encoder goes on", daemon="gpu")
 async def no_memory(house: House) -> None:
     house.daemon.ask("drain", worker="encoder/1")
     try:
         assert await ways(house) == ["gpu", "host"]
-        (house.daemon.folder / "oom").write_text("1")
+        (house.daemon.folder / "oom").write_text("x")
         assert await house.answers(fresh("green"), COLOUR) == "green"
-        (house.daemon.folder / "oom").write_text("2")
+        (house.daemon.folder / "oom").write_text("xoxo")
         reply = await house.ask(fresh("blue"), COLOUR)
         assert (reply.status, reply.error["code"]) == (503, "out_of_memory") and reply.headers["Retry-After"]
         assert await house.answers(fresh("red"), COLOUR) == "red"
@@ -48,7 +48,7 @@ async def gpu_lost(house: House) -> None:
     folder = house.daemon.folder
     before = house.daemon.worker("encoder/0")["restarts"]
     house.daemon.ask("drain", worker="encoder/1")
-    (folder / "assert").write_text("1")
+    (folder / "assert").write_text("x")
     try:
         assert await house.answers(fresh("green"), COLOUR) == "green"
     finally:
@@ -60,7 +60,7 @@ async def gpu_lost(house: House) -> None:
     assert await ways(house) == ["gpu", "host"]
     house.daemon.ask("drain", worker="encoder/1")
     (folder / "lost").touch()
-    (folder / "assert").write_text("1")
+    (folder / "assert").write_text("x")
     try:
         reply = await house.ask(fresh("blue"), COLOUR)      # and nobody is left to try it
         assert (reply.status, reply.error["code"]) == (503, "no_worker")

@@ -19,9 +19,10 @@ class FaultyDevice(FakeDevice):
         for name, error in ERRORS.items():
             file = Path(os.environ[FOLDER]) / name
             if file.exists():
-                left = int(file.read_text()) - 1
-                file.write_text(str(left)) if left else file.unlink()
-                raise error
+                now, *later = file.read_text()
+                file.write_text("".join(later)) if later else file.unlink()
+                if now == "x":
+                    raise error
 
 
 def main(spec, sock, arena):

@@ -137,30 +137,16 @@ class GpuEncoder(Encoder):
 
     def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
         problem = self._attempt(batch, start)
-        if not isinstance(problem, OutOfMemory):
-            if problem is not None:
-                self._alone(batch, problem)
-            return
-        log.warning("%s no memory for a batch of %d, each is tried alone", self._spec.name, len(batch))
-        unfit = [item for item in batch if not self._once_more(item)]
-        if unfit:
-            self._prove()
-
-    def _alone(self, batch: list[tuple[Job, Any]], problem: Exception) -> None:
-        """A fault of one image: the others must not fail with it."""
-        if len(batch) == 1:
-            self._send(failed(batch[0][0].message.id, problem))
-            return
-        for item in batch:
-            self._encode([item], time.monotonic())
-
-    def _once_more(self, item: tuple[Job, Any]) -> bool:
-        """An item alone, with all memory that can be had; tells whether that did."""
-        self._gpu.empty_cache()
-        problem = self._attempt([item], time.monotonic())
-        if problem is not None:
-            self._send(failed(item[0].message.id, problem))
-        return not isinstance(problem, OutOfMemory)
+        if isinstance(problem, OutOfMemory):
+            log.warning("%s no memory for a batch of %d", self._spec.name, len(batch))
+            self._gpu.empty_cache()
+        if problem is not None and len(batch) > 1:
+            for item in batch:      # the innocent must not fail with the culprit
+                self._encode([item], time.monotonic())
+        elif problem is not None:
+            self._send(failed(batch[0][0].message.id, problem))     # out of memory, the daemon places it once more
+            if isinstance(problem, OutOfMemory):
+                self._prove()
 
     def _prove(self) -> None:
         """Encode the smallest image, or end.  Raises DeviceError."""

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: serve test check test-numa clients lint clean install-system
+.PHONY: serve test check test-numa versions clients lint clean install-system
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m epdd
@@ -19,6 +19,10 @@ check: lint
 test-numa: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -rs tests/system/test_numa.py
 
+# With the oldest and the newest transformers that setup.cfg allows, into build/versions.
+versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions
+
 # What tests/clients run: other people's clients, 2 GB of them, into build/clients or EPDD_CLIENTS.  Without them
 # those tests are skipped.
 clients: $(VENV)/.installed-test
@@ -31,7 +35,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/python tools/audit.py
 
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
-$(VENV)/.installed: setup.cfg constraints.txt
+$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/worker/native/*.h) constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@

@@ -72,14 +72,17 @@ class PrefillDecode:
     token_budget: int = 512                 # tokens a step may hold: bounds the gap between two tokens
     batch_max: int = 64                     # sequences that decode together
     kv_tokens: int = 0                      # 0: as many as kv_bytes hold
-    kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB
+    kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB; on a GPU all that is left
+    kv_dtype: str = "auto"                  # of keys and values on CPUs; auto: the weights'
     prefix_cache: bool = True               # keep what was computed, for prompts that begin alike
 
 
 @dataclass(frozen=True)
 class Arena:
     bytes: int = 0                          # 0: the least of 4 GiB, a quarter of memory, 1,024 of the largest images
+    gpu_bytes: int = -1                     # on each encoding GPU; -1: a 32nd of it, at most 4 GiB; 0: none
     cache_bytes: int = -1                   # embeddings kept for reuse; -1: the whole arena, 0: none
+    huge_pages: bool = True                 # where the system has them
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ POLICIES = {                                # router.policy, in the words of `ep
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "encoder.quantize": ("", "int8"),
+    "pd.kv_dtype": ("auto", "float32", "bfloat16"),
     "router.policy": tuple(POLICIES),
     "router.unit": ("request", "image", "patch"),
     "media.fetch": ("off", "allowlist", "public"),
@@ -234,7 +238,7 @@ def validate(config: Config) -> None:
         asked = getattr(config, role).workers
         if count(asked, f"{role}.workers").total and any(wish.role == role for wish in config.worker):
             raise ConfigError(f"{role}.workers is {asked!r}, and [[worker]] tables list the {role} workers: choose one")
-    signed = {"arena.cache_bytes"}
+    signed = {"arena.cache_bytes", "arena.gpu_bytes"}
     for section in SECTIONS:
         for f in fields(SECTIONS[section]):
             value = getattr(getattr(config, section), f.name)

@@ -31,9 +31,9 @@ from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import ConfigError, StartupError
 from epdd.families import Family, weights
-from epdd.fleet.process import ForkServer
+from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
-from epdd.fleet.supervisor import Supervisor, preload_modules
+from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
 from epdd.frontend import app, terminal, unix_socket
 from epdd.frontend.admin import AdminServer
@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.plan:
             print(placement.explain(specs, topology))
             return 0
-        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan, emulated).run())
+        reserved = placement.fits_reserved_pages(specs, topology)
+        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan, emulated, reserved).run())
     except StartupError as error:
         print(f"epdd: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -123,7 +124,8 @@ class Daemon:
     """All parts, made in the order they need each other."""
 
     def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
-                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None) -> None:
+                 arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None,
+                 reserved_pages: bool = False) -> None:
         self._settings = settings
         self._arguments = arguments
         self._stop = asyncio.Event()
@@ -136,7 +138,7 @@ class Daemon:
         label = None if emulated is None else emulated.label()
         cache = settings.arena.cache_bytes
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
-        self._supervisor = Supervisor(specs, arena.create(arena_bytes), settings.fleet,
+        self._supervisor = Supervisor(specs, arena.create(arena_bytes, reserved_pages), settings.fleet,
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
         self._seating = Seating(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)

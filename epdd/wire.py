@@ -41,12 +41,17 @@ class WorkerSpec:
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena
     arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first
+    huge_pages: bool = True         # for the arena, where the system allows them
     kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
     kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
     token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
     batch_max: int = 64             # PD: sequences that run at once
     context_max: int = 0            # tokens; 0: what the checkpoint says
+    pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
+    gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
+    peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
     quantize: str = ""              # encoder: "int8" where that is faster and near enough; empty: never
+    kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
     beat_s: float = 1.0             # seconds between beats of the working loop
     log_level: str = "info"
@@ -61,11 +66,12 @@ class WorkerSpec:
 # --- parts of messages
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """Bytes of the arena."""
+class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Bytes of an arena."""
 
     offset: int
     size: int
+    arena: int = 0                  # 0: in the host's memory; others: a pool in an encoder's GPU memory
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -97,6 +103,13 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     grammar: str = ""               # that the answer must follow, in llguidance's Lark; empty: any text
     stop_token_ids: tuple[int, ...] = ()
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Memory of an encoder's GPU that other processes can open, for as long as that encoder lives."""
+
+    handle: str                     # cudaIpcMemHandle_t in hex
+    bytes: int
 
 
 class Binding(msgspec.Struct, frozen=True):
@@ -149,6 +162,25 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     id: str
 
 
+class OpenArena(msgspec.Struct, tag="open", frozen=True, omit_defaults=True):
+    """To a worker on a GPU: leases in this arena may follow.  Answered by Opened.
+
+    Arena 0 is mapped already; the message says that all its pages are there, so that they can be pinned where they are.
+    """
+
+    arena: int
+    pool: Pool | None = None        # of another arena than 0
+
+
+class CloseArena(msgspec.Struct, tag="close", frozen=True):
+    """The pool is gone, with its encoder's process: what has not been read of it cannot be read.  No answer.
+
+    Works that still need it end by Failed with WorkerLost's code.
+    """
+
+    arena: int
+
+
 # --- worker to daemon
 
 
@@ -170,12 +202,24 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     backend: str = ""               # encoder: what computes its products
     trials: tuple[Trial, ...] = ()  # encoder: how the backends did, when they were measured
     parameters: int = 0
+    pool: Pool | None = None        # encoder on a GPU
     abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
     seconds: float = 0.0            # from spawn to ready
+    arena_huge_bytes: int = 0       # of its slice of the arena, that lie in huge pages: read back
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True, omit_defaults=True):
+    """Whether an arena can be used: pinned if it is the host's (without that copies are slower), else opened."""
+
+    arena: int
+    error: str = ""                 # why not
 
 
 class Encoded(msgspec.Struct, tag="encoded", frozen=True):
-    """The lease's first `bytes` bytes hold [planes, rows, hidden] of `dtype`; the rest is not needed."""
+    """The lease's first `bytes` bytes hold [planes, rows, hidden] of `dtype`; the rest is not needed.
+
+    On a GPU the writes are done, not only launched: so the reader needs no event of the writer's.
+    """
 
     id: str
     rows: int
@@ -232,8 +276,8 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     preempted: int = 0              # in all
 
 
-ToWorker = Union[Encode, Generate, Cancel]
-FromWorker = Union[Loading, Ready, Encoded, Prefilled, Tokens, Done, Failed, Cancelled, Beat]
+ToWorker = Union[Encode, Generate, Cancel, OpenArena, CloseArena]
+FromWorker = Union[Loading, Ready, Opened, Encoded, Prefilled, Tokens, Done, Failed, Cancelled, Beat]
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()

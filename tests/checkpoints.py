@@ -21,6 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from PIL import Image  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -171,8 +172,8 @@ def whole_model(folder: str) -> Any:
 
 @lru_cache(maxsize=None)
 def image_processor(folder: str) -> Any:
-    """The reference image processor (Pillow backend: torchvision is not installed)."""
-    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    """The reference image processor, without torchvision, which AutoImageProcessor of older versions asks for."""
+    return Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 
 def pixel_values(folder: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from epdd import placement
-from epdd.arena import PAGE
+from epdd.arena import HUGE
 from epdd.config import Config
 from epdd.errors import PlacementError
-from epdd.hardware.topology import Cpu, NumaNode, Topology, ranges
+from epdd.hardware.topology import Cpu, HugePages, NumaNode, Topology, ranges
 from tests.machines import FAMILY, GIB, machine
 
 ARENA = 4 * GIB
@@ -206,13 +206,26 @@ def test_arena_size():
     assert placement.arena_bytes(config(), machine([2], node_memory=GIB), FAMILY) == GIB // 4
     assert placement.arena_bytes(config(), machine([2], node_memory=128 << 20), FAMILY) == 64 << 20
     assert placement.arena_bytes(config(), machine([2], node_memory=None), FAMILY) == 4 * GIB
-    assert placement.arena_bytes(config(arena_bytes=PAGE + 1), machine([2]), FAMILY) == 2 * PAGE
+    assert placement.arena_bytes(config(arena_bytes=HUGE + 1), machine([2]), FAMILY) == 2 * HUGE
     large = replace(FAMILY, max_pixels=16 << 20)
     assert placement.arena_bytes(config(), machine([2], node_memory=GIB), large) == 640 << 20
     with pytest.raises(PlacementError, match="the largest image's embedding is 640 MiB; the machine has 512 MiB"):
         placement.arena_bytes(config(), machine([2], node_memory=512 << 20), large)
     with pytest.raises(PlacementError, match="arena.bytes is 999 GiB"):
         placement.arena_bytes(config(arena_bytes=999 * GIB), machine([2]), FAMILY)
+
+
+@pytest.mark.parametrize("settings, free, wanted", [
+    ({}, (4 * GIB, 2 * GIB, 2 * GIB), True), ({"arena_huge_pages": False}, (4 * GIB, 2 * GIB, 2 * GIB), False),
+    ({}, (4 * GIB, 1 * GIB, 3 * GIB), False),       # each slice lies on its encoder's NUMA node
+    ({}, (3 * GIB, 2 * GIB, 2 * GIB), False)])
+def test_reserved_huge_pages_must_suffice_on_each_node(settings, free, wanted):
+    made = machine([4, 4])
+    whole, *nodes = ((HugePages(1 << 30, 8, 8), HugePages(HUGE, 4096, size // HUGE)) for size in free)
+    topology = replace(made, huge_pages=whole, nodes=tuple(
+        replace(node, huge_pages=pages) for node, pages in zip(made.nodes, nodes)))
+    specs = placement.plan(topology, config(**settings), FAMILY, ARENA)
+    assert placement.fits_reserved_pages(specs, topology) is wanted
 
 
 def test_explain():
@@ -224,6 +237,6 @@ Xeon: 2 sockets, 2 NUMA nodes, 32 cores (64 CPUs), 256 GiB memory, 1 x H200, AMX
 WORKER     DEVICE  NUMA  CPUS   THREADS  MEMORY
 encoder/0  cpu     0     1-15   15       arena 2 GiB
 encoder/1  cpu     1     17-31  15       arena 2 GiB
-pd/0       cuda:0  1     16     1        KV 8 GiB
+pd/0       cuda:0  1     16     1        KV 131.2 GiB
 
 left to the daemon and the system: CPUs 0,32-63"""

@@ -59,7 +59,7 @@ def check(topology, plan):
     specs = plan.specs
     assert {spec.role for spec in specs} == {"encoder", "pd"}
     assert len({spec.name for spec in specs}) == len(specs)
-    devices = [spec.device for spec in specs if spec.device != "cpu"]
+    devices = [(spec.role, spec.device) for spec in specs if spec.device != "cpu"]
     assert len(set(devices)) == len(devices)
     seated = Counter(cpus[cpu].core for spec in specs for cpu in spec.cpus)
     for spec in specs:
@@ -124,7 +124,7 @@ def test_devices_are_obeyed_or_refused(topology, encoders, pds):
     try:
         plan = decide(topology, encoder_workers=text[0], pd_workers=text[1])
     except PlacementError as error:
-        assert encoders[0] + pds[0] > len(topology.gpus)
+        assert max(encoders[0], pds[0]) > len(topology.gpus)
         assert f"that takes {encoders[0] + pds[0]} GPU" in error.message
         return
     check(topology, plan)

@@ -60,6 +60,16 @@ def test_cores_whose_cpus_are_given_are_nobody_elses():
         ("encoder/0", "cpu", 0, "2-7", 6), ("pd/0", "cpu", 0, "0,9", 2)]
 
 
+def test_an_encoder_and_a_prefill_decode_worker_share_a_gpu_where_both_are_asked_for():
+    one, five = machine([8], gpu_nodes=[0]), machine([16], gpu_nodes=[0] * 5)
+    assert devices(one, encoder="gpu:1", pd="gpu:1") == [("encoder/0", "cuda:0"), ("pd/0", "cuda:0")]
+    assert devices(five, encoder="gpu:2", pd="gpu:4") == [
+        ("encoder/0", "cuda:0"), ("encoder/1", "cuda:1"), *((f"pd/{i}", f"cuda:{i + 1}") for i in range(4))]
+    assert devices(one, Wish("encoder", device="gpu:0"), Wish("pd", device="gpu:0")) == [
+        ("encoder/0", "cuda:0"), ("pd/0", "cuda:0")]
+    assert devices(one, Wish("encoder", device="gpu:0")) == [("encoder/0", "cuda:0"), ("pd/0", "cpu")]
+
+
 def test_both_threads_of_a_core_are_one_thread_of_the_worker():
     assert seats(machine([4]), Wish("encoder", cpus=(0, 1, 4, 5)))[0] == ("encoder/0", "cpu", 0, "0-1,4-5", 2)
 
@@ -86,7 +96,7 @@ def test_threads_of_a_table():
 
 @pytest.mark.parametrize("wishes, words", [
     ([Wish("pd", device="gpu:2")], r"\[\[worker\]\] 0 asks for gpu:2; there are GPUs 0-1"),
-    ([Wish("pd", device="gpu:1"), Wish("encoder", device="gpu:1")], "1 asks for gpu:1, which .* 0 has"),
+    ([Wish("pd", device="gpu:1"), Wish("pd", device="gpu:1")], "1 asks for gpu:1 for another pd, which .* 0 has"),
     ([Wish("pd", cpus=(3, 16, 17))], "0 asks for CPUs 16-17; this process may use 0-15"),
     ([Wish("pd", cpus=(1, 2)), Wish("encoder", cpus=(2, 3))], "1 asks for CPU 2, which .* 0 has"),
     ([Wish("pd", cpus=(1, 9), threads=2)], "asks for 2 threads on CPUs 1,9, which are 1 core"),
@@ -108,9 +118,9 @@ def test_the_impossible_is_refused_with_what_is_there(wishes, words):
 def test_no_gpu_is_there():
     with pytest.raises(PlacementError, match="asks for gpu:0; there is no GPU"):
         decide(machine([4]), Wish("pd", device="gpu:0"))
-    with pytest.raises(PlacementError, match="encoder.workers is gpu:1, pd.workers is gpu:1: that takes 2 GPUs; there "
+    with pytest.raises(PlacementError, match="encoder.workers is gpu:1, pd.workers is gpu:2: that takes 3 GPUs; there "
                                              "is 1 GPU"):
-        decide(machine([4], gpu_nodes=[0]), encoder="gpu:1", pd="gpu:1")
+        decide(machine([4], gpu_nodes=[0]), encoder="gpu:1", pd="gpu:2")
     with pytest.raises(PlacementError, match="there are 2 GPUs, 1 of them in"):
         decide(machine([4], gpu_nodes=[0, 0]), Wish("encoder", device="gpu:0"), pd="gpu:2")
 
@@ -124,6 +134,9 @@ def test_every_decision_has_its_reason():
         "pd: 1 on GPUs, 0 on CPUs: asked: gpu:1",
         "CPUs can compute in bfloat16: they have AMX",
         "CPU 0 is kept for the daemon: there are 8 cores or more",
+        "GPU 0, 141 GiB: pd/0: activations 653 MiB, contexts 768 MiB, KV cache 131.2 GiB; 8.5 GiB to spare; "
+        "the weights' size is not known",
+        "GPU 1, 141 GiB: encoder/0: contexts 768 MiB; 140.2 GiB to spare; the weights' size is not known",
         "encoder/0 (cuda:1): 2 cores of NUMA node 0, the GPU's own",
         "encoder/1 (cpu): its CPUs as asked",
         "pd/0 (cuda:0): 1 core of NUMA node 1, the GPU's own"]

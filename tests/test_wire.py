@@ -59,3 +59,21 @@ async def test_worker_messages_round_trip_over_a_stream():
     assert [await wire.read_from_worker(reader) for _ in sent] == sent
     with pytest.raises(asyncio.IncompleteReadError):
         await wire.read_from_worker(reader)
+
+
+def test_a_lease_in_the_hosts_arena_says_nothing_of_arenas():
+    """Most leases do: their frames are as before there were others."""
+    frame = wire.pack(wire.Encode("e", wire.Lease(4096, 8), (1, 2, 2), 1))
+    assert b"arena" not in frame
+    other = wire.Encode("e", wire.Lease(4096, 8, 3), (1, 2, 2), 1)
+    assert wire.FrameBuffer().feed(wire.pack(other)) == [(other, b"")]
+
+
+def test_pools_cross_as_text():
+    pool = wire.Pool(bytes(range(64)).hex(), 1 << 30)
+    for message in (wire.OpenArena(0), wire.OpenArena(7, pool), wire.CloseArena(7)):
+        assert wire.FrameBuffer().feed(wire.pack(message)) == [(message, b"")]
+    header, raw = wire.lengths(wire.pack(wire.Opened(7, "no peer access"))[:8])
+    assert raw == 0
+    assert wire.from_worker(wire.pack(wire.Opened(7, "no peer access"))[8:8 + header]) == wire.Opened(
+        7, "no peer access")

@@ -19,8 +19,8 @@ from explore_memory import NOBODY, Memory, touched
 
 from epdd.errors import ProtocolError
 from epdd.fleet import channel
-from epdd.wire import (Binding, Cancel, Cancelled, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker, Generate,
-                       Lease, Prefilled, Ready, Tokens, WorkerSpec)
+from epdd.wire import (Binding, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
+                       Generate, Lease, OpenArena, Prefilled, Ready, Tokens, WorkerSpec)
 
 EXIT_KILLED = -9
 GARBAGE = object()          # what breaks the wire format
@@ -104,7 +104,8 @@ class Process:
     def receive(self, frame: bytes) -> None:
         """The daemon writes; nobody reads what is written to the dead."""
         for message, raw in self._frames.feed(frame):
-            if self.alive:
+            # What is said of arenas changes nothing here: none of these processes has GPU memory of its own.
+            if self.alive and not isinstance(message, (OpenArena, CloseArena)):
                 if not isinstance(message, Cancel):
                     self._memory.handed_over(self, message)
                 self.inbox.append((message, raw))

@@ -84,6 +84,8 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("arena", f"{size(arena['used_bytes'])} of {size(arena['bytes'])} used: {size(arena['pinned_bytes'])} in use, "
                   f"{size(arena['cached_bytes'])} cached; {count(arena['leases'], 'lease')}, "
                   f"{quantity(arena['waiting'])} waiting"),
+        *[("handover", line) for line in handover(snapshot)],
+        ("memory", _memory(snapshot)),
         ("cache", f"{count(cache['entries'], 'image')}, {size(cache['bytes'])} of {size(cache['limit_bytes'])}"),
         ("lookups", f"{quantity(cache['hits'])} hits{_share(cache['hits'], cache['misses'])}, "
                     f"{quantity(cache['misses'])} misses, {quantity(cache['joined'])} joined, "
@@ -94,6 +96,20 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
         ("latency", f"{_percentiles(requests['latency_s'])};  first token {_percentiles(requests['ttft_s'])}"),
         ("rate", f"{number(requests['tokens_per_s'])} tokens/s, {number(requests['images_per_s'])} images/s"),
     ]
+
+
+def handover(snapshot: Json) -> list[str]:
+    """How rows get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
+    lines = []
+    for pool in snapshot["transport"]["pools"]:
+        lines.append(f"{pool['encoder']}: {size(pool['used_bytes'])} of {size(pool['bytes'])} used of its GPU's "
+                     f"memory, {size(pool['cached_bytes'])} cached")
+    ways: dict[tuple[str, str], list[str]] = {}
+    for pair in snapshot["transport"]["pairs"]:
+        if pair["why"] != "on CPUs":
+            way = "by its GPU's memory" if pair["way"] == "gpu" else f"by the host's: {pair['why']}"
+            ways.setdefault((pair["encoder"], way), []).append(pair["pd"])
+    return lines + [f"{encoder} to {', '.join(pds)} {way}" for (encoder, way), pds in ways.items()]
 
 
 def encoding(workers: Sequence[Json]) -> list[str]:
@@ -108,6 +124,15 @@ def encoding(workers: Sequence[Json]) -> list[str]:
         line = f"{worker['backend']} in {worker['name']}" + (f"; one block: {times}" if times else "")
         seen.setdefault((worker["backend"], *(trial["backend"] + trial["note"] for trial in trials)), line)
     return list(seen.values())
+
+
+def _memory(snapshot: Json) -> str:
+    """What the arena lies in, and all KV caches together."""
+    huge = snapshot["arena"]["huge_bytes"]
+    used, cached, tokens = (sum(worker[key] or 0 for worker in snapshot["workers"])
+                            for key in ("kv_used", "kv_cached", "kv_tokens"))
+    return (f"arena: {size(huge) if huge else 'nothing'} in huge pages; KV: {quantity(used)} of {quantity(tokens)} "
+            f"tokens used, {quantity(cached)} kept for prompts to come")
 
 
 def emulated_text(emulated: Json) -> str:

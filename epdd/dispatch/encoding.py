@@ -16,12 +16,13 @@ from epdd.dispatch.poison import Poison
 from epdd.dispatch.queue import Job
 from epdd.dispatch.router import Choice, Router
 from epdd.dispatch.timing import TimeModel
+from epdd.dispatch.transport import Transport
 from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import Rate, Worker
-from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
+from epdd.wire import Cancelled, Encode, Encoded, Failed, Lease, Ready
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Encoding:
         self._family = family
         self._history = history
         self.poison = Poison(config.fleet.poison_s)
+        self.transport = Transport(supervisor, leases)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[Embedding, ImageJob] = {}
@@ -83,6 +85,7 @@ class Encoding:
 
     def fleet_changed(self) -> None:
         """A worker's state changed."""
+        self.transport.fleet_changed()
         gone, self._workers = self._workers, {worker.name: worker for worker in self._supervisor.role("encoder")}
         now = time.monotonic()
         for name, worker in self._workers.items():
@@ -113,16 +116,30 @@ class Encoding:
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
         predicted_s = self.model(worker).predict(image.patches)
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
-        message = Encode(f"e{next(self._ids)}", embedding.lease, image.grid, image.rows)
+        target = self._target(embedding, worker)
+        message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows)
         self._leases.hold(embedding)
         try:
             job.work = worker.start(message, image.data, image.patches, predicted_s,
                                     lambda event: self._ended(job, worker, event))
         except WorkerLost as error:
-            self._leases.unhold(embedding)
+            self._let_go(embedding, target)
             self._ended(job, worker, error)
             return
-        job.work.on_end(lambda: self._leases.unhold(embedding))
+        job.work.on_end(lambda: self._let_go(embedding, target))
+
+    def _target(self, embedding: Embedding, worker: Worker) -> Lease:
+        """Where the encoder shall write."""
+        place = None
+        if worker.ready is not None and worker.ready.pool is not None:
+            size = self._family.embedding_bytes(embedding.image.rows, worker.ready.dtype)
+            place = self.transport.place(embedding, worker, size)
+        return place or embedding.lease
+
+    def _let_go(self, embedding: Embedding, target: Lease) -> None:
+        """The encoder that was to write there touches it no more."""
+        self._leases.gpu.leave(embedding, target)
+        self._leases.unhold(embedding)
 
     def _ended(self, job: ImageJob, worker: Worker, event: Event) -> None:
         """The worker's last word on an image."""
@@ -172,7 +189,7 @@ class Encoding:
         image = job.embedding.image
         if (event.rows != image.rows or event.dtype not in ITEMSIZE
                 or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
-                or event.bytes > job.embedding.lease.size):
+                or event.bytes > (job.embedding.place or job.embedding.lease).size):
             worker.failed += 1
             log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
                       event.rows, event.bytes, event.dtype, image.rows)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from epdd.arena import PAGE
+from epdd.dispatch.gpu_pools import GpuPools
 from epdd.dispatch.request import Image
 from epdd.errors import ArenaFull, EpddError
 from epdd.extents import Extents
@@ -33,8 +34,10 @@ class Embedding:
     dtype: str = ""
     refs: int = 0
     holds: int = 0
+    place: Lease | None = None      # where an encoder on a GPU writes it; then its lease until that is done
     ready: bool = False
     dropped: bool = False           # out of the cache for good; bytes go back with the last hold
+    lost: bool = False              # with the GPU memory that it lay in
     failure: EpddError | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -77,6 +80,7 @@ class Leases:
         self._idle: OrderedDict[str, Embedding] = OrderedDict()     # ready and unwanted, oldest first
         self.cached_bytes = 0               # of those; summing them up for each release would be milliseconds
         self._waiting: deque[asyncio.Event] = deque()
+        self.gpu = GpuPools(self._drop, self._evict)
         self.counts = CacheCounts()
 
     @property
@@ -188,11 +192,16 @@ class Leases:
             self._rest(embedding)
 
     def _rest(self, embedding: Embedding) -> None:
+        if embedding.lease.arena:
+            self.gpu.rest(embedding)
+            return
         self._idle[embedding.key] = embedding
         self.cached_bytes += self._extents.rounded(embedding.lease.size)
 
     def _unrest(self, embedding: Embedding) -> None:
-        if self._idle.pop(embedding.key, None) is not None:
+        if embedding.lease.arena:
+            self.gpu.unrest(embedding)
+        elif self._idle.pop(embedding.key, None) is not None:
             self.cached_bytes -= self._extents.rounded(embedding.lease.size)
 
     def release(self, embedding: Embedding) -> None:
@@ -216,16 +225,20 @@ class Leases:
         embedding.holds -= 1
         assert embedding.holds >= 0, "unheld more often than held"
         if embedding.holds == 0 and embedding.dropped:
-            self._extents.release(embedding.lease.offset, embedding.lease.size)
+            self._give_back(embedding)
         elif embedding.holds == 0 and embedding.refs == 0 and not embedding.ready:
             self._drop(embedding)
         self._freed()
 
     def written(self, embedding: Embedding, size: int, dtype: str) -> None:
         """The encoder has written `size` bytes; what is left of the lease goes back."""
-        assert size <= embedding.lease.size, "an encoder wrote beyond its lease"
-        self._extents.shrink(embedding.lease.offset, embedding.lease.size, size)
-        embedding.lease = Lease(embedding.lease.offset, size)
+        assert size <= (embedding.place or embedding.lease).size, "an encoder wrote beyond its lease"
+        if embedding.place is not None:
+            self._extents.release(embedding.lease.offset, embedding.lease.size)
+            embedding.lease = self.gpu.written(embedding, size)
+        else:
+            self._extents.shrink(embedding.lease.offset, embedding.lease.size, size)
+            embedding.lease = Lease(embedding.lease.offset, size)
         embedding.dtype, embedding.ready = dtype, True
         # The file was needed to encode it; kept with the cache it would be most of the daemon's memory.
         embedding.image = replace(embedding.image, data=b"")
@@ -251,6 +264,12 @@ class Leases:
         if self._entries.get(embedding.key) is embedding:
             del self._entries[embedding.key]
         if embedding.holds == 0:
+            self._give_back(embedding)
+
+    def _give_back(self, embedding: Embedding) -> None:
+        if embedding.lease.arena:
+            self.gpu.give_back(embedding, embedding.lease)
+        else:
             self._extents.release(embedding.lease.offset, embedding.lease.size)
 
     @property
@@ -263,7 +282,7 @@ class Leases:
 
     @property
     def idle_entries(self) -> int:
-        return len(self._idle)
+        return len(self._idle) + sum(len(pool.idle) for pool in self.gpu.pools.values())
 
     @property
     def waiting(self) -> int:

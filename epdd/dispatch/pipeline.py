@@ -90,7 +90,7 @@ class Pipeline:
                 # What was in a worker when it died may have killed it.  One after the other the innocent come through,
                 # and the other one is known for what it is.
                 await turn.take()
-                worker = await self._pd_worker()
+                worker = await self._pd_worker(embeddings)
             trace.placed(worker.name)
             async with aclosing(self._generate(request, attempt, worker, embeddings, trace)) as answers:
                 async for answer in answers:
@@ -133,15 +133,18 @@ class Pipeline:
         trace.embedded()
         return embeddings
 
-    async def _pd_worker(self) -> Worker:
-        """The PD worker with the least in flight; waits while one is coming back."""
+    async def _pd_worker(self, embeddings: list[Embedding]) -> Worker:
+        """Of the PD workers that can read these the one with the least in flight; waits while one is coming back."""
+        transport = self._encoding.transport
         while True:
+            transport.check(embeddings)
             workers = self._supervisor.role("pd")
-            ready = [worker for worker in workers if worker.takes_work]
+            ready = [worker for worker in workers if worker.takes_work and transport.reads(worker, embeddings)]
             if ready:
                 return min(ready, key=lambda worker: worker.in_flight_cost)
             if self._supervisor.stopping or not any(worker.comes_back for worker in workers):
                 raise NoWorker("no prefill-decode worker is in service")
+            transport.give_up_unreadable(embeddings)
             self._changed.clear()
             await self._changed.wait()
 
@@ -164,6 +167,7 @@ class Pipeline:
                 index, event = await events.get()
                 answer = _answer(event, worker)
                 if isinstance(answer, Prefilled):
+                    self._encoding.transport.check(embeddings)
                     holds[index]()
                     # What is left is decoding beside others: who chooses a worker shall see the prompts that wait.
                     works[index].cost = request.sampling.max_tokens

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epdd.errors import MediaError, ModelError
+from epdd.families.parameters import parameters
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -59,6 +60,10 @@ class Family:
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
     weights: str = ""           # which files they are, by families.weights; empty: not known
+    stored: str = "bfloat16"    # dtype of the weights as they lie in the files
+    parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
+    vision_width: int = 0
+    kv_numbers: int = 0         # keys and values of one token, over all layers
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches that an image of this size is resized to.
@@ -130,7 +135,17 @@ def _family(root: Path, config: dict[str, Any]) -> Family:
         vocab=int(text["vocab_size"]),
         eos_ids=_eos_ids(generation, text),
         defaults=_defaults(generation),
+        stored=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"),
+        parameters=parameters(root),
+        vision_width=int(vision.get("embed_dim") or vision.get("hidden_size") or 0),
+        kv_numbers=_kv_numbers(text),
     )
+
+
+def _kv_numbers(text: dict[str, Any]) -> int:
+    heads = int(text.get("num_attention_heads") or 1)
+    size = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    return 2 * int(text.get("num_hidden_layers") or 0) * int(text.get("num_key_value_heads") or heads) * size
 
 
 def _pixel_limits(processor: dict[str, Any]) -> tuple[int, int]:

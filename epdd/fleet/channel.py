@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import EpddError, ProtocolError
-from epdd.wire import (Beat, Cancel, Cancelled, Done, Encode, Encoded, Failed, FromWorker, Generate, Loading,
-                       Prefilled, Ready, Tokens, pack, read_from_worker)
+from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FromWorker, Generate,
+                       Loading, OpenArena, Opened, Prefilled, Ready, Tokens, pack, read_from_worker)
 
 log = logging.getLogger(__name__)
 
 Event = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
+Report = Loading | Ready | Beat | Opened | Failed       # of no work
 LAST = (Encoded, Done, Failed, Cancelled, EpddError)
 ANSWERS = {Encode: (Encoded, Failed, Cancelled), Generate: (Prefilled, Tokens, Done, Failed, Cancelled)}
 
@@ -92,7 +93,7 @@ class Channel:
         self.last_heard = time.monotonic()
         self._failed: EpddError | None = None
 
-    async def read(self, on_message: Callable[[Loading | Ready | Beat | Failed], None]) -> None:
+    async def read(self, on_message: Callable[[Report], None]) -> None:
         """Serve the socket until its end.  Messages that belong to no work go to `on_message`.
 
         Returns at end of stream; raises ProtocolError on a malformed or unexpected message.
@@ -106,8 +107,8 @@ class Channel:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
-    def _sort(self, message: FromWorker, on_message: Callable[[Loading | Ready | Beat | Failed], None]) -> None:
-        if isinstance(message, (Loading, Ready, Beat)) or (isinstance(message, Failed) and not message.id):
+    def _sort(self, message: FromWorker, on_message: Callable[[Report], None]) -> None:
+        if isinstance(message, (Loading, Ready, Beat, Opened)) or (isinstance(message, Failed) and not message.id):
             on_message(message)
             return
         work = self.works.get(message.id)
@@ -133,7 +134,7 @@ class Channel:
         self._write(pack(message, raw))
         return work
 
-    def send(self, message: Cancel) -> None:
+    def send(self, message: Cancel | OpenArena | CloseArena) -> None:
         """A message that starts no work."""
         self._write(pack(message))
 

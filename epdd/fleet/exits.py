@@ -1,11 +1,14 @@
-"""How a worker's process ended, in words a person can act on."""
+"""How a worker's process ended, in words a person can act on, and whether its GPU is still there."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
-from epdd.hardware import cgroup
+from epdd.errors import DeviceError
+from epdd.hardware import cgroup, gpus
+from epdd.wire import WorkerSpec
 
 
 class OomKills:
@@ -41,4 +44,18 @@ def describe(code: int, out_of_memory: bool = False) -> str:
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"ended by {names.get(-code, f'signal {-code}')}"    # real-time signals have no name
+    if code == DeviceError.exit_code:
+        return f"exit code {code}: its GPU failed"
     return f"exit code {code}"
+
+
+async def gpu_lost(spec: WorkerSpec) -> str:
+    """Why no process can run on the worker's GPU any more; empty: one can, or it has none.
+
+    To be asked after a death, whatever the exit code says: who is killed in the middle of a call tells nothing.
+    """
+    if spec.device == "cpu" or spec.pace is not None:
+        return ""
+    # In a thread: a driver in trouble takes its time.
+    found = await asyncio.get_running_loop().run_in_executor(None, gpus.lost, int(spec.device.partition(":")[2]))
+    return f"{spec.device.replace('cuda:', 'GPU ')} is lost ({found})" if found else ""

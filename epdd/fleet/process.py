@@ -18,9 +18,11 @@ import multiprocess
 from multiprocess import forkserver, reduction
 from multiprocess import process as processes
 
+from epdd.emulation import Emulation
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
+PF_EXITING = 4              # in the flags of /proc/PID/stat
 KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
 
 
@@ -89,6 +91,13 @@ def _start(process: Any) -> None:
     # sent to the whole group, is for the daemon, whose main thread takes it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     process.start()
+
+
+def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
+    """What the fork server imports once, by name: the daemon itself imports none of it."""
+    if emulation is not None and not emulation.needs_torch:
+        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
+    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]
 
 
 class Process:
@@ -162,6 +171,19 @@ def _stat(path: str) -> tuple[str, str, str, str]:
     with open(path) as file:
         fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
     return fields[0], fields[9], fields[11], fields[12]
+
+
+def leaving(pid: int) -> bool:
+    """Whether a process has begun to end, or is gone.
+
+    The kernel sets the flag before it takes anything from the process, GPU memory too; the pidfd tells only after that.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return bool(int(fields[6]) & PF_EXITING) or fields[0] in "ZX"
+    except (OSError, IndexError, ValueError):
+        return True
 
 
 def resident_bytes(pid: int) -> int | None:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from epdd.config import Fleet
-from epdd.emulation import Emulation
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet import exits
-from epdd.fleet.channel import Channel
+from epdd.fleet.channel import Channel, Report
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
 from epdd.fleet.silence import SilenceWatch
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
-from epdd.wire import Beat, Failed, Loading, Ready, WorkerSpec, socket_pair
+from epdd.wire import Beat, Failed, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +160,11 @@ class Supervisor:
             worker.process = worker.channel = worker.ready = None
             # A worker that had been well once may only lack memory for the moment: that can pass.
             hopeless = exit_code == StartupError.exit_code and not worker.was_ready
-            if not worker.restarting and (hopeless or in_vain >= self._config.failures_max):
-                if not hopeless:
+            lost = "" if worker.restarting else await exits.gpu_lost(worker.spec)
+            if not worker.restarting and (lost or hopeless or in_vain >= self._config.failures_max):
+                if lost:
+                    worker.last_error = f"{lost}: {worker.last_error}"
+                elif not hopeless:
                     worker.last_error = f"died {in_vain} times in a row, the last time: {worker.last_error}"
                 log.error("%s given up: %s", worker.name, worker.last_error)
                 self._set(worker, State.FAILED)
@@ -188,6 +190,7 @@ class Supervisor:
         """One process from spawn to exit; returns its exit code with all its work failed."""
         worker.loading = Loading("forking", 0.0)
         worker.beat = Beat(0)
+        worker.arenas = {}
         worker.restarting = False
         worker.began = time.monotonic()
         worker.fault = ""
@@ -257,9 +260,12 @@ class Supervisor:
             self._set(worker, State.FAILED)
             worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", maybe_over_work=True))
 
-    def _heard(self, worker: Worker, message: Loading | Ready | Beat | Failed) -> None:
+    def _heard(self, worker: Worker, message: Report) -> None:
         if isinstance(message, Beat):
             worker.beat = message
+        elif isinstance(message, Opened):
+            worker.opened(message)
+            self._tell(worker)
         elif isinstance(message, Loading):
             worker.loads(message)
             self._tell(worker)
@@ -289,10 +295,3 @@ class Supervisor:
 def _place(spec: WorkerSpec) -> str:
     where = "" if spec.numa_node is None else f" of NUMA node {spec.numa_node}"
     return f"CPUs {ranges(spec.cpus)}{where}" if spec.cpus else f"any CPUs{where}"
-
-
-def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
-    """What the fork server imports once, by name: the daemon itself imports none of it."""
-    if emulation is not None and not emulation.needs_torch:
-        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.affinity"]
-    return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]

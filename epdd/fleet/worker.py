@@ -12,7 +12,7 @@ from collections.abc import Callable
 from epdd.errors import WorkerLost
 from epdd.fleet.channel import Channel, Event, Work
 from epdd.fleet.process import Process
-from epdd.wire import Beat, Encode, Generate, Loading, Ready, WorkerSpec
+from epdd.wire import Beat, Encode, Generate, Loading, Opened, Ready, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Worker:
         self.ready: Ready | None = None         # of the living process
         self.was_ready = False                  # ever
         self.ready_at = 0.0                     # when the living process was ready
+        self.arenas: dict[int, str] = {}        # the living process's answers: "" or why it cannot use an arena
         self.warm_up_s = 0.0                    # how long its warm-up took: a PD worker's is one full step
         self.loading = Loading("queued", 0.0)
         self._stage_at = 0.0                    # when that stage began
@@ -100,6 +101,12 @@ class Worker:
         """The end of the warm-up, which is the last stage."""
         self.ready, self.was_ready, self.ready_at = message, True, time.monotonic()
         self.warm_up_s = self.ready_at - self._stage_at
+
+    def opened(self, message: Opened) -> None:
+        """Whether the process can use an arena that it was told of."""
+        self.arenas[message.arena] = message.error
+        log.log(logging.WARNING if message.error else logging.DEBUG, "%s arena=%s %s", self.name, message.arena,
+                message.error or "can be used")
 
     def was_well(self, seconds: float) -> bool:
         """Whether the process, living or just dead, has been ready for so long."""

@@ -28,6 +28,7 @@ _GAUGES = (
     ("router_ratio_set", "The same, as the operator set it", "router", "ratio_set"),
     ("router_ratio_measured", "The same, as measured", "router", "ratio_measured"),
     ("arena_bytes", "Shared memory for embeddings", "arena", "bytes"),
+    ("arena_huge_bytes", "Of it, in huge pages", "arena", "huge_bytes"),
     ("arena_used_bytes", "Of it, leased or cached", "arena", "used_bytes"),
     ("arena_pinned_bytes", "Of it, in use by requests", "arena", "pinned_bytes"),
     ("arena_leases", "Leases", "arena", "leases"),
@@ -50,9 +51,10 @@ _WORKER_GAUGES = (
     ("worker_in_flight_cost", "Its cost: patches or tokens", "in_flight_cost"),
     ("worker_resident_bytes", "Resident memory", "rss_bytes"),
 )
-_ENCODER_GAUGES = (
+_ROLE_GAUGES = (
     ("worker_share", "Part of the patches encoded in about the last minute, 0 to 1", "share"),
     ("worker_slowness", "Seconds an image takes over what its time model from the start says", "slowness"),
+    ("worker_kv_cached", "Tokens in KV memory that nobody uses, kept for prompts to come", "kv_cached"),
 )
 _ROUTER_LABELS = ("policy", "unit")
 _WORKER_COUNTERS = (
@@ -152,7 +154,7 @@ def _workers(workers: list[_Status], router: _Status) -> Iterator[Metric]:
     for worker in workers:
         states.add_metric([worker["name"], str(worker["state"]).lower()], 1)
     yield states
-    for name, text, key in _ENCODER_GAUGES:
+    for name, text, key in _ROLE_GAUGES:
         gauge = GaugeMetricFamily(f"epdd_{name}", text, labels=["worker"])
         for worker in workers:
             if worker.get(key) is not None:

@@ -83,6 +83,7 @@ class Status:
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
             "placement": {"changes": self._seating.changes, "error": self._seating.error},
             "router": self.router(), "arena": self._arena(), "cache": self._cache(),
+            "transport": {"pairs": self._encoding.transport.pairs(), "pools": self._encoding.transport.pools()},
             "poison": asdict(self._encoding.poison.counts) | {"entries": self._encoding.poison.entries},
             "requests": self._stats.snapshot() | {"running": self._admission.inside},
         }
@@ -146,8 +147,10 @@ class Status:
 
     def _arena(self) -> dict[str, Any]:
         used, cached = self._leases.used_bytes, self._leases.cached_bytes
-        return {"bytes": self._leases.size, "used_bytes": used, "cached_bytes": cached,
-                "pinned_bytes": used - cached, "leases": self._leases.entries, "waiting": self._leases.waiting}
+        encoders = [worker.ready for worker in self._supervisor.role("encoder") if worker.ready]
+        return {"bytes": self._leases.size, "huge_bytes": sum(ready.arena_huge_bytes for ready in encoders),
+                "used_bytes": used, "cached_bytes": cached, "pinned_bytes": used - cached,
+                "leases": self._leases.entries, "waiting": self._leases.waiting}
 
     def _cache(self) -> dict[str, Any]:
         counts = self._leases.counts

@@ -34,6 +34,27 @@ def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) ->
         pynvml.nvmlShutdown()
 
 
+def lost(index: int) -> str:
+    """What the driver finds wrong with a GPU that was there; empty where it can be used, or nobody can be asked."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return ""
+    except pynvml.NVMLError as error:
+        return str(error)
+    try:
+        pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError as error:
+        return str(error)
+    finally:
+        pynvml.nvmlShutdown()
+    return ""
+
+
 def _read(pynvml: Any, sysroot: Path, usable: Collection[int],
           nodes: Collection[NumaNode]) -> tuple[tuple[Gpu, ...], list[str]]:
     gpus: dict[int, Gpu] = {}

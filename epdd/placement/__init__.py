@@ -2,9 +2,9 @@
 
 The machine is seen as domains: NUMA nodes that have CPUs and memory, each with its free physical cores
 (`domains.py`).  The roles and counts become seats (`counts.py`), each seat gets a domain and whole cores of it, so
-that its memory is local (`seats.py`), and the sizes that all share are filled in (`sizes.py`).  Of a core with
-hyperthreads only one logical CPU is used: a second thread on it would slow the first, and the siblings are left to
-the daemon.  Every step says why; `explain.py` makes text of it.
+that its memory is local (`seats.py`), and the sizes that all share are filled in (`sizes.py`), then what each takes of
+its GPU's memory (`memory.py`).  Of a core with hyperthreads only one logical CPU is used: a second thread on it would
+slow the first, and the siblings are left to the daemon.  Every step says why; `explain.py` makes text of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from epdd.config import Config
 from epdd.emulation import Emulation
 from epdd.families import Family
 from epdd.hardware.topology import Topology
-from epdd.placement import counts, domains, emulated, seats, sizes
+from epdd.placement import counts, domains, emulated, memory, seats, sizes
 from epdd.placement.explain import explain
-from epdd.placement.sizes import arena_bytes
+from epdd.placement.sizes import arena_bytes, fits_reserved_pages
 from epdd.wire import WorkerSpec
 
-__all__ = ["Plan", "arena_bytes", "decide", "explain", "plan"]
+__all__ = ["Plan", "arena_bytes", "decide", "explain", "fits_reserved_pages", "plan"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def decide(topology: Topology, config: Config, family: Family, arena_bytes: int,
     decided, more = counts.decide(topology, config, len(parts), asked)
     made = seats.fill(topology, [*asked, *decided], parts)
     specs = sizes.specs(made, topology, config, family, arena_bytes)
-    why += [*more, sizes.dtype_reason(topology, config), *domains.kept(parts)]
+    specs, gpus = memory.divide(specs, topology, config, family)
+    why += [*more, sizes.dtype_reason(topology, config), *domains.kept(parts), *gpus]
     why += domains.unused(topology, {spec.numa_node for spec in specs})
     return Plan(specs, why + [f"{spec.name} ({spec.device}): {seat.why}" for spec, seat in zip(specs, made)])

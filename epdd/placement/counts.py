@@ -17,11 +17,12 @@ def decide(topology: Topology, config: Config, domains: int, asked: Sequence[Sea
     gpus = [gpu for gpu in topology.gpus if gpu.index not in taken]
     listed = {role for role in ROLES if any(seat.role == role for seat in asked)}
     encoder_gpus, encoder_cpus, pd_gpus, pd_cpus = _split(config, gpus, domains, listed)
-    if encoder_gpus + pd_gpus > len(gpus):
+    shared = max(0, encoder_gpus + pd_gpus - len(gpus))
+    if shared and (not _may_share(config, listed) or max(encoder_gpus, pd_gpus) > len(gpus)):
         raise PlacementError(f"encoder.workers is {config.encoder.workers}, pd.workers is {config.pd.workers}: that "
                              f"takes {plural(encoder_gpus + pd_gpus, 'GPU')}; {_there(gpus, topology)}")
-    roles = ["encoder"] * encoder_gpus + ["pd"] * pd_gpus
-    seats = [Seat(role, gpu=gpu) for role, gpu in zip(roles, gpus)]
+    seats = [Seat("encoder", gpu=gpu) for gpu in gpus[:encoder_gpus]]
+    seats += [Seat("pd", gpu=gpu) for gpu in gpus[encoder_gpus - shared:][:pd_gpus]]
     seats += [Seat("encoder", threads=config.encoder.threads) for _ in range(encoder_cpus)]
     seats += [Seat("pd", threads=config.pd.threads) for _ in range(pd_cpus)]
     why = [f"{role}: {plural(sum(seat.role == role for seat in asked), 'worker')} as the [[worker]] tables say"
@@ -58,6 +59,11 @@ def _split(config: Config, gpus: Sequence[Gpu], domains: int, listed: set[str]) 
             encoder_gpus = min(encoder_gpus, encoders.total)
             encoder_cpus = encoders.total - encoder_gpus
     return encoder_gpus, encoder_cpus, pd_gpus, pd_cpus
+
+
+def _may_share(config: Config, listed: set[str]) -> bool:
+    """Encoders and prefill-decode workers share GPUs only where the operator said of both how many GPUs they take."""
+    return not listed and all(count(getattr(config, role).workers, role).split for role in ROLES)
 
 
 def _automatic(role: str, on_gpus: int, on_cpus: int) -> str:

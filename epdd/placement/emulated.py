@@ -68,6 +68,6 @@ def _spec(emulation: Emulation, config: Config, family: Family, arena_bytes: int
     fields: dict[str, object] = dict(
         name=name, role=name.partition("/")[0], device="cpu" if group.kind == "cpu" else f"cuda:{next(gpus)}",
         cpus=(), numa_node=None, threads=1, model=family.folder, dtype=config.model.dtype, arena_bytes=arena_bytes,
-        token_budget=config.pd.token_budget, batch_max=config.pd.batch_max, log_level=config.log.level,
-        pace=emulation.pace(group))
+        huge_pages=config.arena.huge_pages, token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
+        log_level=config.log.level, pace=emulation.pace(group))
     return WorkerSpec(**{**fields, **options})  # type: ignore[arg-type]

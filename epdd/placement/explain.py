@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from epdd.hardware.topology import Topology, plural, ranges
-from epdd.placement.sizes import size_text
+from epdd.placement.text import size_text
 from epdd.wire import WorkerSpec
 
 COLUMNS = 100
@@ -19,6 +19,8 @@ def explain(specs: Sequence[WorkerSpec], topology: Topology, why: Sequence[str] 
     for spec in specs:
         kv = size_text(spec.kv_bytes) if spec.kv_bytes else f"{spec.kv_tokens} tokens"
         memory = f"KV {kv}" if spec.role == "pd" else f"arena {size_text(spec.arena_slice[1])}"
+        if spec.pool_bytes:
+            memory += f", {size_text(spec.pool_bytes)} on its GPU"
         node = "-" if spec.numa_node is None else str(spec.numa_node)
         rows.append((spec.name, spec.device, node, ranges(spec.cpus) or "-", str(spec.threads), memory))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]

@@ -41,7 +41,9 @@ def asked(topology: Topology, wishes: Sequence[Wish]) -> list[Seat]:
         if wish.gpu is not None and wish.gpu not in gpus:
             there = f"there are GPUs {ranges(gpus)}" if gpus else "there is no GPU"
             raise PlacementError(f"{where} asks for {wish.device}; {there}")
-        for thing in ([wish.device] if wish.gpu is not None else []) + [f"CPU {cpu}" for cpu in wish.cpus]:
+        # An encoder and a prefill-decode worker may share a GPU, two of a role may not.
+        device = [f"{wish.device} for another {wish.role}"] if wish.gpu is not None else []
+        for thing in device + [f"CPU {cpu}" for cpu in wish.cpus]:
             if thing in owner:
                 raise PlacementError(f"{where} asks for {thing}, which [[worker]] {owner[thing]} has")
             owner[thing] = i

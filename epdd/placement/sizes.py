@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ from epdd import arena
 from epdd.config import Config
 from epdd.errors import PlacementError
 from epdd.families import Family
-from epdd.hardware.topology import Topology
+from epdd.hardware.topology import HugePages, Topology
+from epdd.placement import memory
 from epdd.placement.seats import Seat
+from epdd.placement.text import size_text
 from epdd.wire import WorkerSpec
 
 ARENA_BYTES_MIN = 64 << 20
@@ -20,7 +23,7 @@ IMAGES_IN_ARENA = 1024              # of the largest size: more are never in fli
 
 
 def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
-    """Size of the arena in bytes, whole pages.  Raises PlacementError if memory cannot hold it."""
+    """Size of the arena in bytes, whole huge pages.  Raises PlacementError if memory cannot hold it."""
     image = family.embedding_bytes(family.rows_max)
     size = config.arena.bytes
     if not size:
@@ -30,26 +33,31 @@ def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
         reason = "arena.bytes" if config.arena.bytes else "the largest image's embedding"
         raise PlacementError(f"{reason} is {size_text(size)}; "
                              f"the machine has {size_text(topology.memory_bytes)} of memory")
-    return -(-size // arena.PAGE) * arena.PAGE
+    return -(-size // arena.HUGE) * arena.HUGE
 
 
 def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Family,
           arena_bytes: int) -> list[WorkerSpec]:
-    """One for each seat, encoders first.  Raises PlacementError if memory cannot hold what is asked for."""
+    """One for each seat, encoders first; what lies in GPU memory is for `memory.py` to say.
+
+    Raises PlacementError if memory cannot hold what is asked for.
+    """
     encoders = [seat for seat in seats if seat.role == "encoder"]
     pds = [seat for seat in seats if seat.role == "pd"]
     common = WorkerSpec(
         name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
-        weights=family.weights, dtype=config.model.dtype, arena_bytes=arena_bytes, token_budget=config.pd.token_budget,
-        batch_max=config.pd.batch_max, context_max=config.model.context_max, log_level=config.log.level)
+        weights=family.weights, dtype=config.model.dtype, arena_bytes=arena_bytes, huge_pages=config.arena.huge_pages,
+        token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
+        context_max=config.model.context_max, log_level=config.log.level)
     slices = arena.slices(arena_bytes, len(encoders))
     made = []
     for i, seat in enumerate(encoders):
         made.append(replace(_seated(common, seat, i), arena_slice=slices[i], quantize=config.encoder.quantize))
     for i, seat in enumerate(pds):
-        kv_bytes = _kv_bytes(config, seat, topology, pds)
-        made.append(replace(_seated(common, seat, i), kv_tokens=config.pd.kv_tokens, kv_bytes=kv_bytes,
-                            prefix_cache=config.pd.prefix_cache))
+        spec = _seated(common, seat, i)
+        made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, seat, topology, pds),
+                            kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache,
+                            peers=memory.peers(spec.device, topology)))
     return made
 
 
@@ -59,20 +67,34 @@ def _seated(common: WorkerSpec, seat: Seat, i: int) -> WorkerSpec:
 
 
 def _kv_bytes(config: Config, seat: Seat, topology: Topology, pds: Sequence[Seat]) -> int:
-    """KV cache of one PD worker, in its device's memory; PD workers on CPUs share the machine's."""
-    memory = topology.memory_bytes if seat.gpu is None else seat.gpu.memory_bytes
+    """KV cache of one PD worker on CPUs: they share the machine's memory.  On a GPU it is decided later."""
+    if seat.gpu is not None:
+        return 0
+    memory = topology.memory_bytes
     if config.pd.kv_bytes:
         if memory and config.pd.kv_bytes > memory:
-            raise PlacementError(f"pd.kv_bytes is {size_text(config.pd.kv_bytes)}; the "
-                                 f"{'machine' if seat.gpu is None else 'GPU'} has {size_text(memory)} of memory")
+            raise PlacementError(f"pd.kv_bytes is {size_text(config.pd.kv_bytes)}; "
+                                 f"the machine has {size_text(memory)} of memory")
         return config.pd.kv_bytes
     share = (memory or KV_BYTES_MAX * 8) // 8
-    if seat.gpu is not None:
-        return min(KV_BYTES_MAX, share)
     on_cpus = [other.node for other in pds if other.gpu is None]
     # It is bound to one NUMA node, which must also hold the weights and an encoder.
     own = [node.memory_bytes for node in topology.nodes if node.id == seat.node and node.memory_bytes]
     return min(KV_BYTES_MAX, share // len(on_cpus), *(memory // 2 // on_cpus.count(seat.node) for memory in own))
+
+
+def fits_reserved_pages(specs: Sequence[WorkerSpec], topology: Topology) -> bool:
+    """Whether the arena fits the huge pages that were set aside: all of it, and each slice those of its NUMA node."""
+    needs: Counter[int | None] = Counter()
+    for spec in specs:
+        needs[spec.numa_node] += spec.arena_slice[1]
+    free = {node.id: _free_huge(node.huge_pages) for node in topology.nodes}
+    return (any(spec.huge_pages for spec in specs) and needs.total() <= _free_huge(topology.huge_pages)
+            and all(need <= free.get(node, 0) for node, need in needs.items() if node is not None))
+
+
+def _free_huge(pages: Sequence[HugePages]) -> int:
+    return sum(size.free * size.page_bytes for size in pages if size.page_bytes == arena.HUGE)
 
 
 def dtype_reason(topology: Topology, config: Config) -> str:
@@ -83,11 +105,3 @@ def dtype_reason(topology: Topology, config: Config) -> str:
         return f"CPUs can compute in bfloat16: they have {'AMX' if topology.amx else 'AVX512-BF16'}"
     amx = "the kernel does not allow AMX" if "amx_bf16" in topology.flags else "they have neither AMX nor AVX512-BF16"
     return f"CPUs compute in float32: {amx}"
-
-
-def size_text(size: int) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size >= scale:
-            return f"{size / scale:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{size} bytes"

@@ -13,12 +13,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from epdd.worker import native
+
 NAME = "epdd"
+ROWS_MAX = 256      # of a piece: torch computes also what is masked, so 512 rows of a prompt take 1.3 times as long
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One sequence's rows of a batch."""
+    """Rows of a batch that belong to one sequence, one after another."""
 
     row: int                    # first row of the batch
     count: int                  # rows
@@ -33,21 +36,28 @@ class Plan:
 
     pieces: list[Piece]
     slots: torch.Tensor         # [T], where each row's key and value go in the pool
+    rows: native.Rows | None    # the same row by row for the compiled kernels; None: not for them
 
 
 def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> Plan:
     """Lay out (count, extent offset, tokens computed before) of each sequence, in batch order."""
     pieces: list[Piece] = []
-    slots: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
     row = 0
     for count, offset, past in chunks:
-        mask = None
-        if count > 1 and past:
-            mask = torch.ones(count, past + count, dtype=torch.bool, device=device).tril_(past)
-        pieces.append(Piece(row, count, offset, past + count, mask))
-        slots.extend(range(offset + past, offset + past + count))
+        for begin in range(0, count, ROWS_MAX):
+            rows, before = min(ROWS_MAX, count - begin), past + begin
+            mask = None
+            if rows > 1 and before:
+                mask = torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
+            pieces.append(Piece(row + begin, rows, offset, before + rows, mask))
+        starts += [offset] * count
+        lengths += range(past + 1, past + count + 1)
         row += count
-    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device))
+    slots = [start + length - 1 for start, length in zip(starts, lengths)]
+    few = native.rows(slots, starts, lengths) if device.type == "cpu" else None
+    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device), few)
 
 
 def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -57,8 +67,9 @@ def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.T
     kv_heads = keys.shape[0]
     out = query.new_empty(rows, heads, dim)
     for piece in plan.pieces:
-        k = keys[None, :, piece.offset:piece.offset + piece.length]
-        v = values[None, :, piece.offset:piece.offset + piece.length]
+        # The pool may hold another type than the model computes in; to() copies only then.
+        k = keys[None, :, piece.offset:piece.offset + piece.length].to(query.dtype)
+        v = values[None, :, piece.offset:piece.offset + piece.length].to(query.dtype)
         if piece.count == 1:
             # The heads of a group share keys: as rows of one query they need no copies of them.
             q = query[:, :, piece.row].reshape(1, kv_heads, heads // kv_heads, dim)

@@ -15,20 +15,26 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
 from epdd import log as logs, wire
-from epdd.errors import EpddError, StartupError
+from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
+from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
 ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+# Instead, on devices other than "cpu".
+GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
+OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
 PR_SET_NAME = 15
 
 
@@ -42,7 +48,7 @@ class Descriptor(Protocol):
 def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> None:
     """Be the worker `spec` until the daemon hangs up.
 
-    Exits with 78 on a StartupError (a restart would not help), with 1 on any other fault.
+    Exits with 78 on a StartupError (a restart would not help), with 79 when its GPU failed, with 1 on any other fault.
     """
     begin = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # the terminal's Ctrl-C is the daemon's to handle
@@ -70,8 +76,10 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         return      # the daemon is gone
     except Exception as error:
         leaving.set()
+        if spec.device != "cpu" and spec.pace is None:
+            error = importlib.import_module("epdd.worker.cuda").fault(error) or error
         _last_words(spec, connection, error)
-        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+        sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
@@ -84,41 +92,58 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    module, name = (EMULATED if spec.pace else ROLES)[spec.role]
-    role_class = getattr(importlib.import_module(module), name)
+    role_class = role_of(spec)
     told("arena", 0.0)
-    mapping = _map_arena(spec, arena)
+    mapping = _map_arena(spec, arena, lambda done: told("arena", done))
+    huge_bytes = 0
+    if mapping is not None:
+        huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
+        threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     told("weights", 0.0)
     weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
     waiting = (connection.wait,) if spec.pace else ()
-    role = role_class(spec, mapping, connection.send, *waiting)
+    loads = spec.pace is None or spec.pace.answers == "demo"
+    with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+        role = role_class(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
-    return role, role.warm_up(lambda done: told("warm-up", done))
+    ready = role.warm_up(lambda done: told("warm-up", done))
+    return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
+
+
+def role_of(spec: wire.WorkerSpec) -> Any:
+    """The class of its role, on its device."""
+    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
+    module, name = roles[spec.role]
+    return getattr(importlib.import_module(module), name)
 
 
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
-    # spec.device counts as NVML does: all GPUs, in the order of the bus.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
 
 
-def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None) -> Any:
+def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:
     if arena is None:
         return None
-    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes)
-    mapping.reserve(*spec.arena_slice)
+    mapping = importlib.import_module("epdd.arena").Mapping(arena.detach(), spec.arena_bytes, spec.huge_pages)
+    mapping.reserve(*spec.arena_slice, progress)
     return mapping
+
+
+def _map_others_slices(mapping: Any) -> None:
+    """Enter all of the arena into this process's page table, as soon as those whose slices they are have them."""
+    name_thread("arena")
+    while not mapping.populate():
+        time.sleep(OTHERS_S)
 
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
     """Tell journal and daemon why this worker ends."""
-    if isinstance(error, StartupError):
-        log.error("%s cannot start: %s", spec.name, error.message)
+    if isinstance(error, (StartupError, DeviceError)):
+        log.error("%s ends: %s", spec.name, error.message)
     else:
         log.error("%s failed", spec.name, exc_info=error)
     code, text = (error.code, error.message) if isinstance(error, EpddError) else (

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from epdd import families, wire
 from epdd.arena import Mapping
@@ -22,6 +22,7 @@ from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker import backends, load, preprocess
 from epdd.worker.backends import choice, remembered
 from epdd.worker.bootstrap import name_thread
+from epdd.worker.grids import Grid
 from epdd.worker.loop import Send, failed
 from epdd.worker.tower import Tower
 
@@ -38,11 +39,13 @@ class Job:
     """One image with its reply's address, being decoded and cut into patches by the helper thread."""
 
     message: wire.Encode
-    patches: Future[NDArray[np.uint8]]
+    patches: Future[Any]
 
 
 class Encoder:
     """The role: one step encodes one large image or a few small ones."""
+
+    batch_patches = BATCH_PATCHES_MAX
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send) -> None:
         """Loads the weights.  Raises StartupError."""
@@ -66,7 +69,7 @@ class Encoder:
         except WorkerFailed as error:
             self._send(failed(message.id, error))
             return
-        self._waiting.append(Job(message, self._helper.submit(preprocess.patches, raw, self._family, message.grid)))
+        self._waiting.append(Job(message, self._helper.submit(self._prepare, raw, message.grid)))
 
     def cancel(self, work_id: str) -> None:
         """Drop an image that waits; one that is done has been answered already."""
@@ -87,11 +90,11 @@ class Encoder:
     def step(self) -> None:
         """Encode the next image, and small ones behind it, and answer each."""
         start = time.monotonic()
-        batch: list[tuple[Job, NDArray[np.uint8]]] = []
+        batch: list[tuple[Job, Any]] = []
         total = 0
         while self._waiting:
             size = math.prod(self._waiting[0].message.grid)
-            if batch and total + size > BATCH_PATCHES_MAX:
+            if batch and total + size > self.batch_patches:
                 break
             job = self._waiting.popleft()
             try:
@@ -120,10 +123,10 @@ class Encoder:
                 expected = samples[-1][1] * 1.3 * n / samples[-1][0]
                 if n <= samples[-1][0] or time.monotonic() - begin + expected > WARM_UP_S:
                     break
-            blank = np.zeros((n, 3 * self._family.patch ** 2), np.uint8)
             for _ in range(2 if not samples else 1):
                 start = time.monotonic()
-                self.embed([blank], [(1, side, side)])
+                self.embed([self._blank(side)], [(1, side, side)])
+                self._wait()
                 seconds = time.monotonic() - start
             samples.append((n, seconds))
             progress(CHOICE_SHARE + (1 - CHOICE_SHARE) * (i + 1) / len(WARM_UP_PATCHES))
@@ -136,7 +139,18 @@ class Encoder:
         """Of the weights and the embeddings."""
         return self.tower.dtype
 
-    def embed(self, images: list[NDArray[np.uint8]], grids: list[tuple[int, int, int]]) -> backends.Planes:
+    def _prepare(self, raw: bytes, grid: Grid) -> Any:
+        """What `embed` takes of an image file, in the helper thread.  Raises MediaError."""
+        return preprocess.patches(raw, self._family, grid)
+
+    def _blank(self, side: int) -> Any:
+        """The same of a black image of `side` patches a side."""
+        return np.zeros((side * side, 3 * self._family.patch ** 2), np.uint8)
+
+    def _wait(self) -> None:
+        """Until all that was begun is done: at once on a CPU."""
+
+    def embed(self, images: list[Any], grids: list[Grid]) -> backends.Planes:
         """Planes [rows, hidden] of all images, one after another, from their patches."""
         stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images))
         return self._run(stacked.to(self.tower.device), grids)
@@ -151,47 +165,56 @@ class Encoder:
         rows = self._family.rows(message.grid)
         if rows != message.rows:
             raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
-        self._arena.view(message.lease)     # raises where the lease lies outside
+        self._check_lease(message.lease)
         need = self._family.embedding_bytes(rows, load.dtype_name(self.dtype))
         if need > message.lease.size:
             raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {need}")
 
-    def _encode(self, batch: list[tuple[Job, NDArray[np.uint8]]], start: float) -> None:
-        try:
-            planes = self.embed([data for _, data in batch], [job.message.grid for job, _ in batch])
-        except Exception as error:
-            if len(batch) == 1:
-                self._send(failed(batch[0][0].message.id, error))
-                return
+    def _check_lease(self, lease: wire.Lease) -> None:
+        """Raises WorkerFailed where it lies outside."""
+        self._arena.view(lease)
+
+    def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
+        problem = self._attempt(batch, start)
+        if problem is not None and len(batch) == 1:
+            self._send(failed(batch[0][0].message.id, problem))
+        elif problem is not None:
             for item in batch:      # the innocent must not fail with the culprit
                 self._encode([item], time.monotonic())
-            return
-        # Each image is told its share of the step: the daemon's time models are per image.
-        per_patch = (time.monotonic() - start) / sum(len(patches) for _, patches in batch)
-        first = 0
-        for job, patches in batch:
-            self._steps += 1
-            self._answer(job.message, [plane[first:first + job.message.rows] for plane in planes],
-                         per_patch * len(patches))
-            first += job.message.rows
 
-    def _answer(self, message: wire.Encode, planes: backends.Planes, seconds: float) -> None:
+    def _attempt(self, batch: list[tuple[Job, Any]], start: float) -> Exception | None:
+        """Encode a batch and answer, or none of it, and what was wrong."""
+        messages = [job.message for job, _ in batch]
         try:
-            written = self._write(message, planes)
+            planes = self.embed([image for _, image in batch], [message.grid for message in messages])
+            written, first = [], 0
+            for message in messages:
+                written.append(self._write(message, [plane[first:first + message.rows] for plane in planes]))
+                first += message.rows
+            self._wait()
         except Exception as error:
-            self._send(failed(message.id, error))
-            return
-        self._send(wire.Encoded(message.id, rows=message.rows, bytes=written,
-                                dtype=load.dtype_name(self.dtype), seconds=seconds))
+            return error
+        # Each image is told its share of the step: the daemon's time models are per image.
+        per_patch = (time.monotonic() - start) / sum(math.prod(message.grid) for message in messages)
+        for message, size in zip(messages, written):
+            self._steps += 1
+            self._send(wire.Encoded(message.id, rows=message.rows, bytes=size, dtype=load.dtype_name(self.dtype),
+                                    seconds=per_patch * math.prod(message.grid)))
+        return None
 
     def _write(self, message: wire.Encode, planes: backends.Planes) -> int:
         """Each plane's rows, copied to their place in the lease; the number of bytes."""
-        shape = (self._family.planes, message.rows, self._family.hidden)
-        if len(planes) != shape[0] or any(plane.shape != shape[1:] for plane in planes):
-            raise WorkerFailed(f"the tower made {[tuple(plane.shape) for plane in planes]}, not {message.rows} rows")
+        shape = self._shape(message, planes)
         view = self._arena.view(message.lease)
         # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
         target = torch.frombuffer(view, dtype=self.dtype, count=math.prod(shape)).view(shape)
         for place, plane in zip(target, planes):
             place.copy_(plane)
         return int(target.nbytes)
+
+    def _shape(self, message: wire.Encode, planes: backends.Planes) -> tuple[int, int, int]:
+        """[planes, rows, hidden].  Raises WorkerFailed where the tower made something else."""
+        shape = (self._family.planes, message.rows, self._family.hidden)
+        if len(planes) != shape[0] or any(plane.shape != shape[1:] for plane in planes):
+            raise WorkerFailed(f"the tower made {[tuple(plane.shape) for plane in planes]}, not {message.rows} rows")
+        return shape

@@ -6,31 +6,45 @@ Holds only language weights.  transformers' text model runs unchanged on packed 
 
 from __future__ import annotations
 
-import hashlib
+import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.errors import BadRequest, ContextLength, HardwareError, ModelError, WorkerFailed
+from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, WorkerFailed
 from epdd.families import Family
-from epdd.worker import attention, inputs, kv, load, prepack
+from epdd.worker import attention, cuda, inputs, kv, load, native, norm, prepack
 from epdd.worker.constraint import Constraints
-from epdd.worker.inputs import Request, Rows
+from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
+from epdd.worker.native import layer
 from epdd.worker.sampling import Sampler
-from epdd.worker.scheduler import HEADROOM_TOKENS, KV_UNIT, Batch, Scheduler
+from epdd.worker.scheduler import HEADROOM_TOKENS, Batch, Scheduler
 
-FULL_CONTEXTS_MAX = 16          # of KV memory by default: a tiny model would touch gigabytes it never uses
-KV_BYTES_DEFAULT = 1 << 30      # placement names a size; this is for a spec made by hand
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a step found for the rows whose next token is wanted, in batch order."""
+
+    rows: Sequence[torch.Tensor]    # float32 [vocab] each
+    highest: list[float]            # of each row: its largest, or NaN where there is one
+    best: list[int]                 # the token it belongs to
 
 
 class Engine(Intake[Request]):
     """The role: one step computes a batch of prompt chunks and decode tokens."""
+
+    attention = attention.NAME      # what transformers' models call
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  headroom: int = HEADROOM_TOKENS) -> None:
@@ -38,21 +52,25 @@ class Engine(Intake[Request]):
         self._arena, self._send = arena, send
         self._family: Family = families.load(spec.model)
         self._device = torch.device(spec.device)
-        self.model = load.load_language(spec.model, spec.dtype, spec.device, attention.NAME)
+        self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.dtype: torch.dtype = self.model.get_output_embeddings().weight.dtype
-        prepack.pack(self.model)
         self._text, self._head = self.model.get_decoder(), self.model.get_output_embeddings()
         self._embed = self._text.get_input_embeddings()
+        named = inspect.signature(self._text.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
         context = min(spec.context_max or self._family.context_max, self._family.context_max)
-        kv_tokens = self._kv_tokens(spec, context)
+        kv_dtype = kv.pick_dtype(spec, self.dtype)
+        kv_tokens = kv.tokens(spec, self._text.config, kv_dtype, context)
         self.context_max = min(context, kv_tokens)
         try:
-            self._pool = kv.Pool(self._text.config, kv_tokens, self.dtype, self._device)
+            self._pool = kv.Pool(self._text.config, kv_tokens, kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
+        self._kernels = self._exchange(spec.name)
+        self._head = self.model.get_output_embeddings()
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)
@@ -74,12 +92,11 @@ class Engine(Intake[Request]):
             return
         self._steps += 1
         try:
-            hidden = self._run(batch)
-            self._postprocess(batch, hidden)
+            self._postprocess(batch, self._run(batch))
         except Exception as error:
             for request, _ in batch.chunks:
                 if request.id in self._requests:
-                    self._end(request, failed(request.id, error))
+                    self._fail(request, error)
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
@@ -95,6 +112,17 @@ class Engine(Intake[Request]):
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
                           parameters=self._parameters)
+
+    def _exchange(self, name: str) -> bool:
+        """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
+        kernels = layer.install(self.model, self._pool)
+        if kernels:
+            prepack.leave_unpacked(self.model)
+            norm.fuse(self.model)
+        else:
+            prepack.pack(self.model)
+        log.info("%s decode kernels=%s", name, native.instructions() if kernels else "none")
+        return kernels
 
     # --- a request's beginning
 
@@ -113,7 +141,7 @@ class Engine(Intake[Request]):
                                 f"the limit of {self.context_max}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
-        content = _content(tokens, message.spans) if self._caches else ()
+        content = inputs.content(tokens, message.spans) if self._caches else ()
         constraint = self._constraints.make(s.grammar, s.ignore_eos) if s.grammar else None
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
@@ -125,9 +153,10 @@ class Engine(Intake[Request]):
             leases_until=images[-1].end if images else len(tokens), content=content,
             twins=hash(content) if content else None)
 
-    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Rows]:
+    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Image]:
         """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""
-        images, end = [], -1
+        images: list[Image] = []
+        end = -1
         for span in spans:
             # get_rope_index takes neighbouring images for one: a token must lie between them.
             if not (end < span.start and span.start + span.rows <= len(tokens) and span.rows > 0):
@@ -137,14 +166,17 @@ class Engine(Intake[Request]):
                 raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) are not all placeholders")
             if self._family.rows(span.grid) != span.rows:
                 raise WorkerFailed(f"grid {span.grid} does not make {span.rows} rows")
-            shape = (self._family.planes, span.rows, self._family.hidden)
-            if self._arena is None or self._family.embedding_bytes(span.rows, span.dtype) > span.lease.size:
+            if self._family.embedding_bytes(span.rows, span.dtype) > span.lease.size:
                 raise WorkerFailed(f"a lease of {span.lease.size} bytes is too small for {span.rows} rows")
-            # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
-            flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype),
-                                    count=math.prod(shape))
-            images.append(Rows(span.start, flat.view(shape)))
+            images.append(self._image(span, (self._family.planes, span.rows, self._family.hidden)))
         return images
+
+    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
+        if self._arena is None:
+            raise WorkerFailed("there is no arena to read images from")
+        # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
+        flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype), count=math.prod(shape))
+        return Rows(span.start, flat.view(shape))
 
     def _positions(self, tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[torch.Tensor | None, int]:
         if not spans:
@@ -167,49 +199,70 @@ class Engine(Intake[Request]):
 
     # --- a step
 
-    def _run(self, batch: Batch[Request]) -> torch.Tensor:
-        """Hidden states [T, hidden] of the batch's rows."""
-        layout = []
-        for request, count in batch.chunks:
+    def _run(self, batch: Batch[Request]) -> Logits:
+        layout = self._layout(batch)
+        # The first sequences decode.  Beside a long chunk they are computed apart, by the same kernels as ever: so
+        # their values do not depend on their company, for the price of reading the weights once more.
+        first = next((i for i, (_, count) in enumerate(batch.chunks) if count > 1), 0)
+        if self._kernels and first and sum(count for _, count in batch.chunks) > native.ROWS_MAX:
+            parts = [self._compute(Batch(batch.chunks[part]), layout[part])
+                     for part in (slice(first), slice(first, None))]
+            return Logits([row for part in parts for row in part.rows], [x for part in parts for x in part.highest],
+                          [token for part in parts for token in part.best])
+        return self._compute(batch, layout)
+
+    def _compute(self, batch: Batch[Request], layout: list[tuple[int, int, int]]) -> Logits:
+        ids = torch.tensor(inputs.ids(batch), device=self._device)
+        embeds = self._embed(ids)
+        plan = attention.plan(layout, self._device)
+        hidden = self._hidden(embeds, inputs.positions(batch).to(self._device), plan, **inputs.splice(batch, embeds))
+        wanted = inputs.wanted(batch)
+        if not wanted:
+            return Logits(hidden.new_zeros(0, 0), [], [])
+        return self._read(*self._best(hidden[wanted]))
+
+    def _layout(self, batch: Batch[Request]) -> list[tuple[int, int, int]]:
+        """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
+        for request, _ in batch.chunks:
             self._pool.hold(request.id, request.reserved)
-        for request, count in batch.chunks:     # all have been placed: offsets stay for this step
-            layout.append((count, self._pool.offset(request.id), request.computed))
-        ids = [token for request, count in batch.chunks
-               for token in request.tokens[request.computed:request.computed + count]]
-        embeds = self._embed(torch.tensor(ids, device=self._device))
-        out = self._text(
-            inputs_embeds=embeds[None], position_ids=inputs.positions(batch).to(self._device)[:, None],
-            cache=self._pool, use_cache=False, plan=attention.plan(layout, self._device),
-            **inputs.splice(batch, embeds))
+        return [(count, self._pool.offset(request.id), request.computed) for request, count in batch.chunks]
+
+    def _hidden(self, embeds: torch.Tensor, positions: torch.Tensor, plan: Any, **visual: Any) -> torch.Tensor:
+        """Hidden states [T, hidden] of rows with these embeddings [T, hidden] and positions [3, T]."""
+        out = self._text(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, plan=plan,
+                         **{self._cache_name: self._pool.at(plan.slots)}, **visual)
         return out.last_hidden_state[0]
 
-    def _postprocess(self, batch: Batch[Request], hidden: torch.Tensor) -> None:
+    def _best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit and its token, float32 [2, n], and all logits, float32 [n, vocab]."""
+        logits = self._head(hidden).float()
+        values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
+        return torch.stack((values, ids.float())), logits       # float32 holds integers up to 16 million
+
+    @staticmethod
+    def _read(best: torch.Tensor, logits: torch.Tensor) -> Logits:
+        values, ids = best.tolist()
+        return Logits(logits, values, [int(token) for token in ids])
+
+    def _postprocess(self, batch: Batch[Request], found: Logits) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""
         ready: list[Request] = []
-        rows: list[int] = []
-        row = 0
         for request, count in batch.chunks:
-            row += count
             request.computed += count
             if not request.prefilled and request.computed >= request.leases_until:
                 self._let_go(request)
             if not request.pending:
                 ready.append(request)
-                rows.append(row - 1)
-        if not ready:
-            return
-        logits = self._head(hidden[rows]).float()
-        values, ids = logits.max(-1)    # a NaN anywhere in a row comes out as its maximum
-        for i, (request, value, best) in enumerate(zip(ready, values.tolist(), ids.tolist())):
+        for request, value, best, logits in zip(ready, found.highest, found.best, found.rows):
             try:
                 if not math.isfinite(value):
                     raise ArithmeticError("logits are not finite")
                 request.proven = request.computed
                 if len(request.tokens) == request.prompt:
                     self._pool.share(request.id, request.items[:request.proven])
-                self._advance(request, best if request.sampler.plain else request.sampler.choose(logits[i]), logits[i])
+                self._advance(request, best if request.sampler.plain else request.sampler.choose(logits), logits)
             except Exception as error:
-                self._end(request, failed(request.id, error))
+                self._fail(request, error)
 
     def _let_go(self, request: Request) -> None:
         """Stop reading leases.
@@ -221,7 +274,7 @@ class Engine(Intake[Request]):
         if request.complete and request.images:
             request.pinned, request.images = True, []
         else:
-            request.images = [Rows(image.start, image.planes.clone()) for image in request.images]
+            request.images = [image.kept() for image in request.images]
         self._send(wire.Prefilled(request.id, request.cached))
 
     def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:
@@ -237,29 +290,14 @@ class Engine(Intake[Request]):
         elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Raises DeviceError where it is not the request's alone."""
+        problem = cuda.fault(error)
+        if isinstance(problem, DeviceError):
+            raise problem
+        self._end(request, failed(request.id, problem or error))
+
     def _release(self, request: Request) -> None:
         """Give a request's memory back; what it computed stays known until the memory is needed."""
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)
-
-    def _kv_tokens(self, spec: wire.WorkerSpec, context: int) -> int:
-        """Tokens of KV cache: as told, or what the bytes hold, up to a number of requests of full length."""
-        each = kv.bytes_per_token(self._text.config, self.dtype)
-        tokens = spec.kv_tokens or min((spec.kv_bytes or KV_BYTES_DEFAULT) // each,
-                                       FULL_CONTEXTS_MAX * (context + KV_UNIT))
-        tokens = min(tokens, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
-        if tokens < KV_UNIT:
-            raise ModelError(f"KV cache of {tokens} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
-        return tokens
-
-
-def _content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:
-    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
-
-    The other placeholders follow from it, and so do the positions of all that comes after.
-    """
-    items = list(tokens)
-    for span in spans:
-        name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
-        items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
-    return tuple(items)

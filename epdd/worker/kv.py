@@ -11,15 +11,18 @@ copying a token's rows is thousands of times cheaper than computing them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from epdd.worker.attention import Plan
+from epdd import wire
+from epdd.errors import ModelError
 from epdd.worker.prefix import Prefixes
 from epdd.worker.scheduler import KV_UNIT
 
+FULL_CONTEXTS_MAX = 16      # by default: a tiny model would touch gigabytes it never uses
+BYTES_DEFAULT = 1 << 30     # placement names a size; this is for a spec made by hand
 HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is held is never taken
 
 
@@ -29,8 +32,43 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return 2 * layers * heads * dim * int(dtype.itemsize)
 
 
+def pick_dtype(spec: wire.WorkerSpec, weights: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in.  On a GPU, whose kernels take no other, always the weights' type."""
+    if spec.kv_dtype == "auto" or spec.device != "cpu":
+        return weights
+    return cast(torch.dtype, getattr(torch, spec.kv_dtype))
+
+
+def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int) -> int:
+    """How many to hold: as told, or what the bytes hold, up to a number of requests of full length.
+
+    Raises ModelError where not one unit fits.
+    """
+    each = bytes_per_token(config, dtype)
+    count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + KV_UNIT))
+    count = min(count, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
+    if count < KV_UNIT:
+        raise ModelError(f"KV cache of {count} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
+    return count
+
+
+class Step:
+    """A step's way into the pool."""
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor) -> None:
+        self._keys, self._values, self._slots = keys, values, slots
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int,
+               **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by transformers' attention: store rows [1, kv heads, T, dim], return the layer's pool."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys.index_copy_(1, self._slots, key[0].to(keys.dtype))
+        values.index_copy_(1, self._slots, value[0].to(values.dtype))
+        return keys, values
+
+
 class Pool:
-    """Keys and values [kv heads, tokens, head size] of each layer; what the text model takes as its `cache`."""
+    """Keys and values [kv heads, tokens, head size] of each layer."""
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
@@ -48,6 +86,10 @@ class Pool:
     def cached(self) -> int:
         """Tokens of memory that nobody holds and whose content is known."""
         return int(np.count_nonzero(self._prefixes.used[~self._taken])) * KV_UNIT
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, where they lie as long as the pool lives."""
+        return self._keys[index], self._values[index]
 
     def offset(self, owner: str) -> int:
         """The token where its extent begins."""
@@ -103,14 +145,9 @@ class Pool:
         """Let go of all that is known."""
         self._prefixes.drop(range(len(self._taken)))
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int,
-               kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by transformers' attention: store a step's rows [1, kv heads, T, dim], return the layer's pool."""
-        plan: Plan = kwargs["plan"]
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys.index_copy_(1, plan.slots, key[0])
-        values.index_copy_(1, plan.slots, value[0])
-        return keys, values
+    def at(self, slots: torch.Tensor) -> Step:
+        """What the text model takes as its cache for a step whose rows go to these tokens of the pool, int64 [T]."""
+        return Step(self._keys, self._values, slots)
 
     def _take(self, owner: str, first: int, count: int) -> None:
         """Make these units the owner's; what is known of those that were free is forgotten."""

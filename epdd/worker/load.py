@@ -18,6 +18,7 @@ from transformers import AutoConfig, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from epdd.errors import ModelError
+from epdd.worker import cuda
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def _cpu_has_fast_bfloat16() -> bool:
 def abilities(device: str) -> tuple[str, ...]:
     """What torch itself says it computes with on `device`; /proc/cpuinfo only says what the CPU has."""
     if device != "cpu":
-        return (torch.cuda.get_device_name(device),)
+        return (cuda.card(device),)
     # Two of these have private names: one that is gone says nothing, and harms nothing.
     asked = (("bfloat16", getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)),
              ("AMX", getattr(torch.cpu, "_is_amx_tile_supported", None)))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epdd import wire
-from epdd.errors import EpddError, OutOfMemory, ProtocolError
+from epdd.errors import DeviceError, EpddError, OutOfMemory, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,11 @@ def run(connection: Connection, role: Role, beat_s: float) -> None:
 
 
 def failed(work_id: str, error: Exception) -> wire.Failed:
-    """How an item's failure is told: our own errors in their words, others in a fixed text and in the log."""
-    if isinstance(error, ProtocolError):
+    """How an item's failure is told: our own errors in their words, others in a fixed text and in the log.
+
+    Raises what ends the worker.
+    """
+    if isinstance(error, (ProtocolError, DeviceError)):
         raise error
     if isinstance(error, MemoryError) or NO_MEMORY in str(error):
         error = OutOfMemory("there is no memory for this")

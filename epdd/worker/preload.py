@@ -7,6 +7,7 @@ context: both would not survive the fork.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 
 # The fork server ends when the daemon does.  Taking torch apart would then take seconds; workers, which are its forks,
@@ -18,6 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Asked whether there is a GPU, torch shall ask NVML: CUDA itself, started here, would not start in any fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # oneDNN keeps the code it makes for each matrix shape it meets, 0.6 MB each, and torch another 1,024 of them: workers
 # that see every image size and batch grew by hundreds of MB.  Making one takes half a millisecond, so few will do: 32
@@ -31,3 +35,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: E402, F401
 from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402, F401
 
 from epdd.worker import encoder, engine  # noqa: E402, F401
+
+# All of this stays: without it a full collection in a worker takes half a second, in the middle of somebody's answer,
+# and writes to pages that all workers share.
+gc.freeze()

@@ -19,16 +19,21 @@ from epdd.worker.decode_image import Pixels, decode
 
 
 def patches(data: bytes, family: Family, grid: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """An image file as [patches, 3 * patch * patch] bytes on the daemon's grid.
-
-    Raises MediaError if the file cannot be decoded, or if its pixels have another shape than the header
-    that the daemon made the grid from.
-    """
-    pixels = decode(data)
-    if not _fits(pixels.shape[0], pixels.shape[1], family.patch * family.merge, grid, family.merge):
-        raise MediaError("the image's pixels have another shape than its header says", code="image_parse_error")
+    """An image file as [patches, 3 * patch * patch] bytes on the daemon's grid.  Raises MediaError."""
     _, rows, columns = grid
-    return cut(resize(pixels, rows * family.patch, columns * family.patch), family)
+    return cut(resize(pixels(data, family, grid), rows * family.patch, columns * family.patch), family)
+
+
+def pixels(data: bytes, family: Family, grid: tuple[int, int, int]) -> Pixels:
+    """An image file as [height, width, 3] bytes, upright.
+
+    Raises MediaError if it cannot be decoded, or if its pixels have another shape than the header that the daemon made
+    the grid from.
+    """
+    found = decode(data)
+    if not _fits(found.shape[0], found.shape[1], family.patch * family.merge, grid, family.merge):
+        raise MediaError("the image's pixels have another shape than its header says", code="image_parse_error")
+    return found
 
 
 def resize(pixels: Pixels, height: int, width: int) -> Pixels:

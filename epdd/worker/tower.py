@@ -107,6 +107,7 @@ class Tower:
     def reload(self) -> None:
         """Begin again with the weights as loaded, whatever a backend has made of them."""
         self.module: Any = None         # the old ones go first
+        self._tables: Any = None
         self.module = module = self._load()
         weight = module.patch_embed.proj.weight
         self.dtype: torch.dtype = weight.dtype

@@ -13,7 +13,7 @@ def worker(name: str, **values: Any) -> dict[str, Any]:
         "numa_node": 0, "mem_nodes": [0], "threads": 3, "warning": "", "stage": None, "progress": None, "restarts": 0,
         "in_flight": 0, "in_flight_cost": 0, "done": 0, "failed": 0, "rate_per_s": None, "rss_bytes": 900 << 20,
         "dtype": "float32", "share": None, "slowness": None, "slow": False, "kv_used": None, "kv_tokens": None,
-        "running": 0, "waiting": 0, "last_error": ""}
+        "kv_cached": None, "running": 0, "waiting": 0, "last_error": ""}
     return made | values
 
 
@@ -36,14 +36,19 @@ def snapshot(**values: Any) -> dict[str, Any]:
             worker("encoder/4", cpus=list(range(49, 64)), numa_node=3, in_flight=1, in_flight_cost=2040, done=11876,
                    rate_per_s=5.3, share=0.116, slowness=2.2),
             *(worker(f"pd/{i}", device=f"cuda:{i + 1}", cpus=[16 * i], numa_node=i, in_flight=8 + i, done=30_000,
-                     in_flight_cost=8512, rate_per_s=812.5, kv_used=20_000 * (i + 1), kv_tokens=90_000, running=8,
-                     waiting=i, rss_bytes=5 << 30, dtype="bfloat16") for i in range(4)),
+                     in_flight_cost=8512, rate_per_s=812.5, kv_used=20_000 * (i + 1), kv_tokens=90_000,
+                     kv_cached=4_000, running=8, waiting=i, rss_bytes=5 << 30, dtype="bfloat16") for i in range(4)),
         ],
         "router": {"policy": "budget", "unit": "patch", "slack": 1.0, "ratio": 6.213, "ratio_source": "measured",
                    "ratio_set": None, "ratio_measured": 6.213, "i_cpu": 6136, "i_gpu": 12288, "n_cpu": 4, "n_gpu": 1,
                    "budget_cpu": 7911.2, "queue_jobs": 3, "queue_cost": 6120, "oldest_s": 1.24},
-        "arena": {"bytes": 4 << 30, "used_bytes": 3 << 30, "pinned_bytes": 700 << 20, "cached_bytes": 2372 << 20,
-                  "leases": 211, "waiting": 0},
+        "arena": {"bytes": 4 << 30, "huge_bytes": 3 << 30, "used_bytes": 3 << 30, "pinned_bytes": 700 << 20,
+                  "cached_bytes": 2372 << 20, "leases": 211, "waiting": 0},
+        "transport": {"pools": [{"encoder": "encoder/0", "device": "cuda:0", "bytes": 4 << 30, "used_bytes": 1 << 30,
+                                 "cached_bytes": 512 << 20}],
+                      "pairs": [{"encoder": encoder, "pd": f"pd/{i}", "way": way, "why": why, "pinned": False}
+                                for encoder, way, why in (("encoder/0", "gpu", None), ("encoder/1", "host", "on CPUs"))
+                                for i in range(4)]},
         "cache": {"entries": 184, "bytes": 2372 << 20, "limit_bytes": 4 << 30, "hits": 51_233, "misses": 114_156,
                   "joined": 312, "evictions": 113_000},
         "requests": {"running": 38, "accepted": 120_345, "completed": 120_001, "failed": 3, "rejected": 212,

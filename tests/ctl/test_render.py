@@ -25,6 +25,9 @@ router    policy budget, in flight counted by patch, slack 1, R 6.21 measured
 pools     I_cpu 6136  B_cpu 7911  I_gpu 12.3k  N_cpu 4  N_gpu 1
 queue     3 images waiting, 6120 patches; the oldest for 1.24 s
 arena     3 GiB of 4 GiB used: 700 MiB in use, 2.3 GiB cached; 211 leases, 0 waiting
+handover  encoder/0: 1 GiB of 4 GiB used of its GPU's memory, 512 MiB cached
+handover  encoder/0 to pd/0, pd/1, pd/2, pd/3 by its GPU's memory
+memory    arena: 3 GiB in huge pages; KV: 200k of 360k tokens used, 16k kept for prompts to come
 cache     184 images, 2.3 GiB of 4 GiB
 lookups   51.2k hits (31%), 114.2k misses, 312 joined, 113k evicted
 requests  38 running, 120k completed, 3 failed, 212 rejected, 91 aborted
@@ -134,3 +137,13 @@ def test_number(value, text):
 @pytest.mark.parametrize("value, text", [(0, "0 B"), (1536, "1.5 KiB"), (512 << 20, "512 MiB"), (5 << 39, "2.5 TiB")])
 def test_size(value, text):
     assert render.size(value) == text
+
+
+def test_encoding_tells_each_outcome_once() -> None:
+    trials = [{"backend": "torch", "seconds": 0.16, "note": ""}, {"backend": "prepacked", "seconds": 0.142, "note": ""},
+              {"backend": "ipex", "seconds": 0.0, "note": "not installed"},
+              {"backend": "int8", "seconds": 0.07, "note": "cosine 0.9321, at least 0.99 needed"}]
+    alike = [{"name": f"encoder/{i}", "backend": "prepacked", "trials": trials} for i in range(3)]
+    assert render.encoding([*alike, {"name": "encoder/3", "backend": "torch", "trials": []}, {"name": "pd/0"}]) == [
+        "prepacked in encoder/0; one block: int8 70 ms (refused), prepacked 142 ms, torch 160 ms",
+        "torch in encoder/3"]

@@ -72,11 +72,15 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), **manners):
-    """Start the fleet and wait for it unless manners say it cannot come up."""
+async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), devices={}, peers=(),
+                  **manners):
+    """Start the fleet and wait for it unless manners say it cannot come up.
+
+    `devices`: by name, of the workers that are not on CPUs; `peers`: whose GPU memory prefill-decode workers can open.
+    """
     names = [("encoder", i) for i in range(encoders)] + [("pd", i) for i in range(pds)]
-    specs = [WorkerSpec(f"{role}/{i}", role, "cpu", (), None, 1, json.dumps(manners), arena_bytes=arena_bytes)
-             for role, i in names]
+    specs = [WorkerSpec(f"{role}/{i}", role, devices.get(f"{role}/{i}", "cpu"), (), None, 1, json.dumps(manners),
+                        arena_bytes=arena_bytes, peers=peers) for role, i in names]
     leases = Leases(arena_bytes, cache_bytes)
     fleet = None
 

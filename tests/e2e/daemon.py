@@ -117,14 +117,14 @@ class Daemon:
 
 
 @contextmanager
-def running(model=None, folder=None, **settings):
+def running(model=None, folder=None, program="epdd", **settings):
     """A daemon on a free port with its own admin socket, in `folder` if one is given; `settings` as section__key=value.
 
-    It may be killed meanwhile.
+    It may be killed meanwhile.  `program`: the module that is run.
     """
     with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="epdd-test-") as folder:
         folder = Path(folder)
-        command = [sys.executable, "-m", "epdd", "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
+        command = [sys.executable, "-m", program, "--port", "0", "--set", f"admin.socket={folder}/admin.sock",
                    "--set", "arena.bytes=0x4000000", "--set", "pd.kv_tokens=16384"]
         if model:
             command += ["--model", str(model)]

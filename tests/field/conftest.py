@@ -19,6 +19,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "small": {"encoder__workers": 1, "model__context_max": 128, "arena__bytes": 40 << 10,
               "server__body_bytes_max": 8 << 20},
     "text": {"encoder__workers": 1, "media__images_max": 0},
+    # One GPU, which is a fake, shared by an encoder and a prefill-decode worker.
+    "gpu": {"program": "tests.field.gpu_daemon", "encoder__workers": "gpu:1,cpu:1", "pd__workers": "gpu:1"},
 }
 _VERDICTS = pytest.StashKey[dict[str, tuple[str, str]]]()
 _LONGEST = 160

@@ -22,7 +22,7 @@ import psutil
 from tests.e2e.daemon import ROOT, START_S, running
 from tests.field import pictures
 from tests.field.house import House, Reply, asking
-from tests.field.table import case, elsewhere
+from tests.field.table import case
 from tests.memory_group import group_of, memory_group
 
 COLOUR = "What colour is the circle?"
@@ -262,10 +262,3 @@ async def same_id(house: House) -> None:
         house.post(asking(pictures.circle(colour, 109), COLOUR), headers=headers) for colour in ("red", "blue", "red")))
     assert [reply.said for reply in replies] == ["red", "blue", "red"]
     assert {reply.id for reply in replies} == {"twice"} and len({reply.body["id"] for reply in replies}) == 3
-
-
-_FAULTS: tuple[tuple[str, Any, Any], ...] = (
-    ("D44j", "GPU error, lost device", "an assert on the device; the device gone"),
-)
-for _id, _name, _goes_in in _FAULTS:
-    elsewhere(_id, _name, _goes_in, "belongs to the fault drills")

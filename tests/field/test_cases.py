@@ -10,12 +10,13 @@ import aiohttp
 import pytest
 
 from tests.e2e.daemon import Daemon
-from tests.field import api, caches, connections, getting, oracle, pixels, processes, prompts  # noqa: F401
+from tests.field import (api, caches, connections, getting, gpu_faults, oracle, pixels, processes,  # noqa: F401
+                         prompts)
 from tests.field.house import House
 from tests.field.table import CASES, Case, Short
 from tests.field.web import Host
 
-_ORDER = ("shared", "small", "text")
+_ORDER = ("shared", "small", "text", "gpu")
 _TEXTS: dict[str, str] = {}
 _AT_REST: dict[str, dict[str, Any]] = {}
 _RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.index(case.daemon), case.id))

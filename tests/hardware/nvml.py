@@ -20,6 +20,9 @@ print(json.dumps([[dataclasses.asdict(gpu) for gpu in found], warnings]))
 """
 
 
+_LOST = "from epdd.hardware import gpus; print(gpus.lost(0))"
+
+
 def build(folder: Path) -> Path:
     """Compile the stub into a folder for LD_LIBRARY_PATH."""
     subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"),
@@ -29,8 +32,17 @@ def build(folder: Path) -> Path:
 
 def read(library: Path, sysroot: Path, stub: str, **environ: str) -> tuple[list[dict[str, Any]], list[str]]:
     """GPUs and warnings, with the stub's GPUs over the files of `sysroot`."""
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run([sys.executable, "-c", _CODE, str(sysroot)], capture_output=True, text=True, check=True,
-                          env=inherited | {"LD_LIBRARY_PATH": str(library), "NVML_STUB": stub} | environ)
-    found, warnings = json.loads(done.stdout)
+    found, warnings = json.loads(_run(library, [_CODE, str(sysroot)], stub, environ))
     return found, warnings
+
+
+def lost(library: Path, stub: str, **environ: str) -> str:
+    """What is said of GPU 0 after its worker died."""
+    return _run(library, [_LOST], stub, environ).strip()
+
+
+def _run(library: Path, arguments: list[str], stub: str, environ: dict[str, str]) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, check=True,
+                          env=inherited | {"LD_LIBRARY_PATH": str(library), "NVML_STUB": stub} | environ)
+    return done.stdout

@@ -94,3 +94,11 @@ def test_a_partitioned_gpu_is_refused_with_the_way_out(read):
 def test_gpus_that_are_kept_for_others(read, visible, indexes):
     found, _ = read("00000000:41:00.0 f;00000000:81:00.0 f;00000000:C1:00.0 f", CUDA_VISIBLE_DEVICES=visible)
     assert [gpu["index"] for gpu in found] == indexes
+
+
+@pytest.mark.parametrize("stub, environ, found", [
+    ("00000000:41:00.0 f", {}, ""), ("00000000:41:00.0 f", {"NVML_STUB_LOST": "0 memory"}, "GPU is lost"),
+    ("00000000:41:00.0 f", {"NVML_STUB_LOST": "0 handle"}, "GPU is lost"), ("", {}, "Invalid Argument"),
+    ("", {"NVML_STUB_INIT": "9"}, "Driver Not Loaded"), ("", {"LD_LIBRARY_PATH": "/nowhere"}, "")])
+def test_what_became_of_a_gpu(library, stub, environ, found):
+    assert nvml.lost(library, stub, **environ) == found

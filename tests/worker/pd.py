@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -63,13 +63,14 @@ def _vocabulary(folder: str) -> Vocabulary:
 class Bench:
     """Engine, arena and the answers so far."""
 
-    def __init__(self, folder: str, headroom: int = engine.HEADROOM_TOKENS, **options: Any) -> None:
+    def __init__(self, folder: str, headroom: int = engine.HEADROOM_TOKENS,
+                 make: Callable[..., engine.Engine] = engine.Engine, **options: Any) -> None:
         self.family = families.load(folder)
         self._folder = folder
         self._arena = arena.Mapping(arena.create(ARENA_BYTES), ARENA_BYTES)
         self._at = 0
         self.sent: list[wire.FromWorker] = []
-        self.engine = engine.Engine(spec(folder, **options), self._arena, self.sent.append, headroom)
+        self.engine = make(spec(folder, **options), self._arena, self.sent.append, headroom)
 
     def submit(self, work_id: str, prompt: Prompt, **sampling: Any) -> list[wire.Lease]:
         """Greedy unless told otherwise; the leases that the request reads."""

@@ -80,10 +80,9 @@ def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[
         assert (folded(torch.from_numpy(raw)) - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_small_images_share_a_step_and_large_ones_do_not(checkpoint: Callable[..., str],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_images_share_a_step_and_large_ones_do_not(checkpoint: Callable[..., str]) -> None:
     bench = Bench(checkpoint("qwen3_vl"))
-    monkeypatch.setattr(encoder, "BATCH_PATCHES_MAX", 100)
+    bench.encoder.batch_patches = 100
     for i, size in enumerate([(56, 56), (100, 60), (56, 56), (333, 251), (56, 56)]):
         bench.submit(str(i), checkpoints.picture(*size))
     done = []

@@ -20,13 +20,12 @@ def write(target: kv.Pool, owner: str, start: int, rows: torch.Tensor) -> None:
     plan = attention.plan([(len(rows), target.offset(owner), start)], torch.device("cpu"))
     heads = rows[None, None].expand(1, 2, -1, -1)
     for layer in range(2):
-        target.update(heads * (layer + 1), -heads * (layer + 1), layer, {"plan": plan})
+        target.at(plan.slots).update(heads * (layer + 1), -heads * (layer + 1), layer)
 
 
 def read(target: kv.Pool, owner: str, length: int) -> torch.Tensor:
     none = torch.zeros(1, 2, 0, 4)
-    plan = attention.Plan([], torch.zeros(0, dtype=torch.long))
-    keys, values = target.update(none, none, 1, {"plan": plan})
+    keys, values = target.at(torch.zeros(0, dtype=torch.long)).update(none, none, 1)
     found = keys[:, target.offset(owner):target.offset(owner) + length] / 2
     assert torch.equal(values[:, target.offset(owner):target.offset(owner) + length], -found * 2)
     assert torch.equal(found[0], found[1])
@@ -60,8 +59,9 @@ def test_content_survives_growing_moving_and_spreading(steps: list[tuple[int, in
 
 def test_attention_equals_dense_attention_over_each_sequence() -> None:
     torch.manual_seed(0)
-    target = pool(16)
-    lengths = {"a": (70, 1), "b": (0, 50), "c": (90, 30), "d": (5, 1)}     # computed before, rows of this batch
+    target = pool(32)
+    lengths = {"a": (70, 1), "b": (0, 50), "c": (90, 30), "d": (5, 1), "e": (0, 300),
+               "f": (40, 600)}     # computed before, rows of this batch
     pasts = {}
     for owner, (past, count) in lengths.items():
         target.hold(owner, past + count)
@@ -72,7 +72,7 @@ def test_attention_equals_dense_attention_over_each_sequence() -> None:
     rows = sum(count for _, count in lengths.values())
     query, fresh = torch.randn(1, 6, rows, 4), torch.randn(rows, 4)
     heads = fresh[None, None].expand(1, 2, -1, -1)
-    keys, values = target.update(heads, -heads, 0, {"plan": plan})
+    keys, values = target.at(plan.slots).update(heads, -heads, 0)
     out, _ = attention.attend(None, query, keys, values, None, 0.5, plan)
     row = 0
     for owner, (past, count) in lengths.items():

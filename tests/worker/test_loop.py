@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from epdd import wire
-from epdd.errors import MediaError, ProtocolError, WorkerFailed
+from epdd.errors import DeviceError, MediaError, ProtocolError, WorkerFailed, from_wire
 from epdd.worker import loop
 
 
@@ -164,5 +164,11 @@ def test_failures_tell_our_own_words_and_hide_others() -> None:
     assert loop.failed("a", WorkerFailed("rows")) == wire.Failed("a", "worker_failed", "rows")
     assert loop.failed("a", RuntimeError("/secret/path 0x7f00")) == wire.Failed(
         "a", "internal_error", "the worker failed on this request")
+    torchs = RuntimeError("[enforce fail at alloc_cpu.cpp:9] . DefaultCPUAllocator: can't allocate memory: you tried")
+    for error in (MemoryError(), torchs):
+        assert loop.failed("a", error).code == "out_of_memory"
+        assert from_wire("out_of_memory", "").status == 503
+    with pytest.raises(DeviceError):
+        loop.failed("a", DeviceError("CUDA error"))
     with pytest.raises(ProtocolError):
         loop.failed("a", ProtocolError("bug"))

@@ -113,10 +113,10 @@ def test_no_hit_across_images(checkpoint: Callable[..., str], monkeypatch: pytes
 
 
 def test_ten_thousand_pictures_have_as_many_names(checkpoint: Callable[..., str]) -> None:
-    from epdd.worker.engine import _content
+    from epdd.worker.inputs import content
     spans = [wire.Span(1, 4, (1, 4, 4), wire.Lease(0, 1), "float32", wire.content_hash(b"%d" % i) + "0" * 16)
              for i in range(10_000)]
-    names = {_content([5, 6, 6, 6, 6, 7], (span,)) for span in spans}
+    names = {content([5, 6, 6, 6, 6, 7], (span,)) for span in spans}
     assert len(names) == 10_000 and all(name[1] > 1 << 160 and name[2:] == (6, 6, 6, 7) for name in names)
 
 

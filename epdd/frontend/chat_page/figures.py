@@ -19,7 +19,7 @@ _SECTIONS = {
     "emulated": ("profile", "about", "answers", "scale"),
     "router": ("policy", "unit", "ratio", "ratio_source", "i_cpu", "i_gpu", "n_cpu", "n_gpu", "budget_cpu",
                "queue_jobs", "queue_cost", "oldest_s"),
-    "arena": ("bytes", "used_bytes", "cached_bytes", "pinned_bytes", "leases", "waiting"),
+    "arena": ("bytes", "huge_bytes", "used_bytes", "cached_bytes", "pinned_bytes", "leases", "waiting"),
     "cache": ("entries", "bytes", "limit_bytes", "hits", "misses", "joined", "evictions"),
     "requests": ("running", "accepted", "completed", "failed", "rejected", "aborted", "latency_s", "ttft_s",
                  "tokens_per_s", "images_per_s"),

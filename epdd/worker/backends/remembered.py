@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from epdd import __version__, wire
+from epdd.worker import cuda
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def folder(environ: Mapping[str, str] | None = None) -> Path | None:
 
 def facts(spec: wire.WorkerSpec, dtype: str, backends: Sequence[str], missing: Mapping[str, str]) -> dict[str, Any]:
     """All that the outcome depends on: code, device, threads, checkpoint, settings, and what else is installed."""
-    device = _processor() if spec.device == "cpu" else torch.cuda.get_device_name(spec.device)
+    device = _processor() if spec.device == "cpu" else cuda.card(spec.device)
     return {"epdd": __version__, "torch": torch.__version__, "device": device, "threads": torch.get_num_threads(),
             "checkpoint": _checkpoint(Path(spec.model)), "dtype": dtype,
             "backends": list(backends), "missing": dict(missing)}

@@ -1,0 +1,145 @@
+"""What each worker may take of its GPU's memory: weights, activations, context, embeddings, KV cache.
+
+Sums from a checkpoint's own numbers, with estimates where only a run could tell; each is named.  What an encoder's
+activations really take bounds its batches, found at its warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from epdd.config import Config
+from epdd.errors import PlacementError
+from epdd.families import ITEMSIZE, Family
+from epdd.hardware.topology import Gpu, Topology
+from epdd.placement.text import size_text
+from epdd.wire import WorkerSpec
+
+MIB, GIB = 1 << 20, 1 << 30
+
+# Estimates; no GPU has been at hand to measure them.
+CONTEXT_BYTES = 768 * MIB           # of a process: CUDA's context, kernels, cuBLAS workspaces
+READER_BYTES = 512 * MIB            # on an encoder's GPU, should one on another that reads there start a context there
+SPARE_SHARE = 0.06                  # of the memory: other programs, gaps between blocks
+VISION_BYTES_PER_NUMBER = 64        # peak over a block's width, for each patch: 18 widths in float32 and as much again
+TEXT_BYTES_PER_NUMBER = 96          # likewise for each token of a step, over the hidden size: wider in between
+LOGIT_BYTES = 16                    # float32 logits of a row, sorted and masked
+GRAPH_BYTES = 512 * MIB             # decode graphs of all batch sizes share memory
+
+POOL_BYTES_MAX = 4 * GIB            # for embeddings on an encoder's GPU, unless the operator asks for more
+KV_BYTES_MIN = 256 * MIB            # with less than this a GPU is not worth its worker
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's part of a GPU's memory, in bytes."""
+
+    weights: int = 0
+    activations: int = 0
+    contexts: int = 0
+    embeddings: int = 0
+    kv: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.contexts + self.embeddings + self.kv
+
+
+def divide(specs: Sequence[WorkerSpec], topology: Topology, config: Config,
+           family: Family) -> tuple[list[WorkerSpec], list[str]]:
+    """The specs with the sizes of workers on GPUs, and how each GPU's memory is used.
+
+    Raises PlacementError naming what takes how much where it does not fit.
+    """
+    made, why = {spec.name: spec for spec in specs}, []
+    for gpu in topology.gpus:
+        here = [spec for spec in specs if spec.device == _device(gpu)]
+        if here:
+            parts = _parts(gpu, here, specs, topology, config, family)
+            for spec in here:
+                made[spec.name] = _sized(spec, parts[spec.name], gpu, shared=len(here) > 1)
+            why += _told(gpu, parts, family)
+    return list(made.values()), why
+
+
+def _parts(gpu: Gpu, here: Sequence[WorkerSpec], specs: Sequence[WorkerSpec], topology: Topology, config: Config,
+           family: Family) -> dict[str, Part]:
+    parts = {spec.name: _encoder(spec, gpu, specs, topology, config, family) if spec.role == "encoder"
+             else _prefill_decode(spec, config, family) for spec in here}
+    free = int(gpu.memory_bytes * (1 - SPARE_SHARE)) - sum(part.total for part in parts.values())
+    for spec in here:
+        if spec.role == "pd" and not parts[spec.name].kv:
+            # It gets what is left: memory that is not used is of no use, and a longer prefix cache is.
+            parts[spec.name] = replace(parts[spec.name], kv=max(free, KV_BYTES_MIN))
+            free -= parts[spec.name].kv
+    if free < 0:
+        raise PlacementError(f"GPU {gpu.index} has {size_text(gpu.memory_bytes)}, too little by {size_text(-free)} for "
+                             + "; ".join(f"{name}: {_listed(part)}" for name, part in parts.items())
+                             + "; lower pd.kv_bytes, pd.kv_tokens or arena.gpu_bytes, or take another dtype")
+    return parts
+
+
+def _encoder(spec: WorkerSpec, gpu: Gpu, specs: Sequence[WorkerSpec], topology: Topology, config: Config,
+             family: Family) -> Part:
+    patches = family.rows_max * family.merge ** 2
+    readers = [other for other in specs if other.role == "pd" and spec.device in peers(other.device, topology)]
+    away = sum(other.device != spec.device for other in readers)
+    pool = config.arena.gpu_bytes
+    if pool < 0:
+        pool = max(min(POOL_BYTES_MAX, gpu.memory_bytes // 32), family.embedding_bytes(family.rows_max, "bfloat16"))
+    if len(readers) < sum(other.role == "pd" for other in specs):
+        pool = 0        # one that cannot read there makes all go by the host
+    return Part(weights=family.parameters[0] * _itemsize(config, family),
+                activations=patches * family.vision_width * VISION_BYTES_PER_NUMBER,
+                contexts=CONTEXT_BYTES + (READER_BYTES * away if pool else 0), embeddings=pool)
+
+
+def _prefill_decode(spec: WorkerSpec, config: Config, family: Family) -> Part:
+    itemsize = _itemsize(config, family)
+    activations = spec.token_budget * family.hidden * TEXT_BYTES_PER_NUMBER
+    activations += spec.batch_max * family.vocab * LOGIT_BYTES
+    activations += 2 * spec.token_budget * family.hidden * family.planes * itemsize      # images' rows of two steps
+    return Part(weights=family.parameters[1] * itemsize, activations=activations + GRAPH_BYTES, contexts=CONTEXT_BYTES,
+                kv=spec.kv_tokens * family.kv_numbers * itemsize or config.pd.kv_bytes)
+
+
+def _sized(spec: WorkerSpec, part: Part, gpu: Gpu, shared: bool) -> WorkerSpec:
+    limit = part.weights + part.activations + part.kv if shared else 0
+    return replace(spec, kv_bytes=part.kv, pool_bytes=part.embeddings, gpu_bytes=limit)
+
+
+def peers(device: str, topology: Topology) -> tuple[str, ...]:
+    """GPUs whose memory a worker on `device` can open: its own, and those that the driver gives it access to."""
+    for gpu in topology.gpus:
+        if _device(gpu) == device:
+            return device, *(f"cuda:{link.gpu}" for link in gpu.links if link.peer)
+    return ()
+
+
+def _told(gpu: Gpu, parts: dict[str, Part], family: Family) -> list[str]:
+    rest = gpu.memory_bytes - sum(part.total for part in parts.values())
+    unknown = "" if any(family.parameters) else "; the weights' size is not known"
+    told = [f"GPU {gpu.index}, {size_text(gpu.memory_bytes)}: " + "; ".join(
+        f"{name}: {_listed(part)}" for name, part in parts.items()) + f"; {size_text(rest)} to spare{unknown}"]
+    if len(parts) > 1:
+        told.append(f"GPU {gpu.index} is shared as asked: kernels of two processes take turns on it, unless NVIDIA's "
+                    "MPS runs; then those of prefill and decode go first")
+    return told
+
+
+def _listed(part: Part) -> str:
+    sizes = [(size, "KV cache" if field.name == "kv" else field.name) for field in fields(part)
+             if (size := getattr(part, field.name))]
+    return ", ".join(f"{name} {size_text(size)}" for size, name in sizes)
+
+
+def _itemsize(config: Config, family: Family) -> int:
+    """Bytes of a number on a GPU, as `worker/load.py` will choose."""
+    if config.model.dtype != "auto":
+        return ITEMSIZE[config.model.dtype]
+    return 4 if family.stored == "float32" else 2
+
+
+def _device(gpu: Gpu) -> str:
+    return f"cuda:{gpu.index}"

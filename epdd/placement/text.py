@@ -1,0 +1,9 @@
+"""Sizes as people read them."""
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size >= scale:
+            return f"{size / scale:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size} bytes"

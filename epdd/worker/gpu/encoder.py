@@ -1,0 +1,159 @@
+"""The encoder role on a GPU: decoding on CPU threads, all else on the device, rows copied to where the lease is.
+
+An image is answered when the stream is done with it: who reads its rows then needs to wait for nothing.  That costs a
+launch's pause between two batches, and spares an event for each lease, which would have to outlive its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from epdd import wire
+from epdd.arena import Mapping
+from epdd.errors import DeviceError, OutOfMemory
+from epdd.worker import backends, cuda, preprocess
+from epdd.worker.bootstrap import name_thread
+from epdd.worker.encoder import Encoder, Job
+from epdd.worker.grids import Grid
+from epdd.worker.gpu import pixels
+from epdd.worker.loop import Send, failed
+from epdd.worker.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+# Two images of 1080p: products are at their full rate long before, and who comes behind waits for no more than that.
+BATCH_PATCHES_MAX = 16384
+BATCH_SHARE = 0.7       # of the memory there is: torch's allocator keeps blocks of other sizes in between
+
+
+class GpuEncoder(Encoder):
+    """The role; `device` is another's in tests."""
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
+                 device: cuda.Device | None = None) -> None:
+        """Loads the weights.  Raises StartupError."""
+        self._gpu = device or cuda.Device(spec.device)
+        if spec.gpu_bytes:
+            self._gpu.limit(spec.gpu_bytes)
+        super().__init__(replace(spec, device=str(self._gpu.torch)), arena, send)
+        self._helper = ThreadPoolExecutor(max(1, spec.threads), initializer=self._enter)
+        self._transfer = Transfer(self._gpu, arena)
+        self._pool = self._transfer.create_pool(spec.pool_bytes) if spec.pool_bytes else None
+        self._stream = self._gpu.stream()       # not urgent: where MPS lets processes share a GPU, decoding goes first
+
+    def _enter(self) -> None:
+        name_thread("preprocess")
+        self._gpu.enter()
+
+    # --- the role
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or self._transfer.pinning
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """As of `Encoder`, and what the daemon says of arenas."""
+        if isinstance(message, (wire.OpenArena, wire.CloseArena)):
+            opened = self._transfer.handle(message)
+            if opened is not None:
+                self._send(opened)
+            return
+        super().submit(message, raw)
+
+    def step(self) -> None:
+        """As of `Encoder`.  Raises DeviceError, after which the process is of no use."""
+        opened = self._transfer.idle()
+        if opened is not None:
+            self._send(opened)
+        with self._gpu.using(self._stream):
+            super().step()
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """As on CPUs; then how many patches a batch may have."""
+        with self._gpu.using(self._stream):
+            ready = super().warm_up(progress)
+            self.batch_patches = self._batch_patches(ready.samples[-1][0])
+        log.info("%s batches of %d patches at most", self._spec.name, self.batch_patches)
+        return msgspec.structs.replace(ready, pool=self._pool)
+
+    def _batch_patches(self, patches: int) -> int:
+        """By what an image of so many patches takes, and what there is."""
+        self._gpu.empty_cache()
+        held = self._gpu.held_bytes()
+        there = self._spec.gpu_bytes - held if self._spec.gpu_bytes else self._gpu.memory()[0]
+        self._gpu.reset_peak()
+        side = math.isqrt(patches)
+        self.embed([self._blank(side)], [(1, side, side)])
+        self._wait()
+        each = max(1.0, (self._gpu.peak_bytes() - held) / patches)
+        return max(1, min(BATCH_PATCHES_MAX, int(BATCH_SHARE * there / each)))
+
+    # --- parts of Encoder that are others here
+
+    def _prepare(self, raw: bytes, grid: Grid) -> torch.Tensor:
+        """[height, width, 3] bytes, pinned."""
+        found = preprocess.pixels(raw, self._family, grid)
+        return self._gpu.pinned(torch.from_numpy(np.require(found, requirements=("C", "W"))))
+
+    def _blank(self, side: int) -> torch.Tensor:
+        return torch.zeros(side * self._family.patch, side * self._family.patch, 3, dtype=torch.uint8)
+
+    def _wait(self) -> None:
+        self._gpu.synchronise(self._stream)
+
+    def embed(self, images: list[Any], grids: list[Grid]) -> backends.Planes:
+        """Planes [rows, hidden] of all images from their pixels, on their way on the device."""
+        parts = [pixels.patches(image.to(self._gpu.torch, non_blocking=True), grid, self._family)
+                 for image, grid in zip(images, grids)]
+        return self._run(parts[0] if len(parts) == 1 else torch.cat(parts), grids)
+
+    def _check_lease(self, lease: wire.Lease) -> None:
+        self._transfer.check(lease)
+
+    def _write(self, message: wire.Encode, planes: backends.Planes) -> int:
+        self._shape(message, planes)
+        return self._transfer.store(torch.stack(planes), message.lease)
+
+    # --- faults
+
+    def _attempt(self, batch: list[tuple[Job, Any]], start: float) -> Exception | None:
+        problem = super()._attempt(batch, start)
+        if problem is None:
+            return None
+        found = cuda.fault(problem)
+        if isinstance(found, DeviceError):
+            raise found
+        return (found or problem).with_traceback(None)     # whose frames hold tensors
+
+    def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
+        problem = self._attempt(batch, start)
+        if isinstance(problem, OutOfMemory):
+            log.warning("%s no memory for a batch of %d", self._spec.name, len(batch))
+            self._gpu.empty_cache()
+        if problem is not None and len(batch) > 1:
+            for item in batch:      # the innocent must not fail with the culprit
+                self._encode([item], time.monotonic())
+        elif problem is not None:
+            self._send(failed(batch[0][0].message.id, problem))     # out of memory, the daemon places it once more
+            if isinstance(problem, OutOfMemory):
+                self._prove()
+
+    def _prove(self) -> None:
+        """Encode the smallest image, or end.  Raises DeviceError."""
+        self._gpu.empty_cache()
+        side = self._family.merge
+        try:
+            self.embed([self._blank(side)], [(1, side, side)])
+            self._wait()
+        except Exception as error:
+            raise DeviceError(f"after memory ran out nothing can be encoded: {cuda.fault(error) or error}") from None

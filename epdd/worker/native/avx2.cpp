@@ -1,0 +1,4 @@
+#pragma GCC target("avx2,fma")
+#define LANES 8
+#define KERNELS avx2_kernels
+#include "kernels.h"

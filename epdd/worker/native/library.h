@@ -1,0 +1,40 @@
+// What crosses from Python: __init__.py holds the same structures.  All sizes are counts of elements.
+#pragma once
+
+typedef unsigned short bfloat16;    // the upper half of a float32
+
+struct Matrix {
+    const void *weights;            // [outputs, inputs], as the checkpoint has them
+    const void *bias;               // [outputs], or null
+    long outputs, inputs;
+};
+
+// A decoder layer: its weights and norms are all float32 or all bfloat16, its keys and values either.
+struct Layer {
+    long heads, kv_heads, size;                 // of attention; `size` of a head
+    long half_weights, half_cache;              // whether they are bfloat16
+    long pool_tokens;                           // in a KV head's rows of the pool
+    Matrix q, k, v, o, gate, up, down;
+    const void *input_norm, *middle_norm, *q_norm, *k_norm;     // the last two may be null
+    void *keys, *values;                        // [kv heads, tokens, size], this layer's part of the pool
+    float epsilon, scaling;
+};
+
+constexpr long ROWS_MAX = 64;
+
+// A step's rows, at most ROWS_MAX of them, each the next token of a sequence.
+struct Rows {
+    long count;
+    const long *slots;              // where a row's key and value go in the pool
+    const long *starts, *lengths;   // the rows of the pool it attends to, its own the last
+};
+
+struct Kernels {
+    void (*linear)(const Matrix &, bool half, const void *in, float *out, long rows);
+    void (*layer)(const Layer &, const Rows &, const void *cosines, const void *sines, const void *in, void *out);
+};
+
+extern const Kernels avx2_kernels, avx512_kernels;
+
+// Floats that live until the calling thread asks again.
+float *scratch(long count);

@@ -1,0 +1,121 @@
+// Products of few activation rows with a matrix that is read once, as it lies, at the speed of memory.
+//
+// A sum runs over its columns in one order, LANES side by side, whatever else is computed with it: so a row's values
+// do not depend on the number of rows, nor on which thread computes them.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// Rows computed together, and the matrix rows beside them: as many sums as the registers hold.
+constexpr long GROUP = LANES == 16 ? 8 : 4;
+constexpr int matrix_rows(int rows) {
+    if (LANES == 16)
+        return rows <= 3 ? 8 : rows == 4 ? 6 : rows <= 6 ? 4 : 3;
+    return rows == 1 ? 8 : rows == 2 ? 5 : rows == 3 ? 4 : 3;
+}
+// Matrix rows that stay in the second-level cache while all groups of rows pass; a multiple of what goes together.
+constexpr long STRIP = LANES == 16 ? 24 : 60;
+
+constexpr long least(long a, long b) { return a < b ? a : b; }
+
+// Activations in float32, groups of rows interleaved by vectors: read in one stream, without conflicts in the cache.
+struct Panel {
+    float *data;
+    long columns, rows;
+
+    long width(long row) const { return least(GROUP, rows - row / GROUP * GROUP); }
+    const float *group(long row) const { return data + row / GROUP * GROUP * columns; }
+    // Where LANES columns of a row lie.
+    float *at(long row, long column) const {
+        return data + row / GROUP * GROUP * columns + (column / LANES * width(row) + row % GROUP) * LANES;
+    }
+};
+
+// out[m * stride + r] = row r of `matrix` times row m of a group.
+template <int R, int M, class W>
+inline void tile(const W *matrix, long columns, const float *group, float *out, long stride) {
+    Vector total[(R * M + 7) / 8 * 8] = {};
+    for (long k = 0; k < columns; k += LANES) {
+        Vector w[R];
+        for (int r = 0; r < R; r++) {
+            w[r] = load(matrix + r * columns + k);
+            // Into the second level: the first holds the activations.
+            __builtin_prefetch(matrix + (r + R) * columns + k, 0, 2);
+        }
+        for (int m = 0; m < M; m++) {
+            Vector x = load(group + k * M + m * LANES);
+            if (R > 1)
+                __asm__("" : "+v"(x));      // stay in a register, instead of being read again for each product
+            for (int r = 0; r < R; r++)
+                total[m * R + r] += w[r] * x;
+        }
+    }
+    for (int first = 0; first < R * M; first += 8) {
+        const Vector found = sums(total + first);
+        for (int i = first; i < first + 8 && i < R * M; i++)
+            out[i / R * stride + i % R] = found[i - first];
+    }
+}
+
+template <int M, class W>
+void strip(const W *matrix, long count, long columns, const float *group, float *out, long stride) {
+    constexpr int R = matrix_rows(M);
+    long i = 0;
+    for (; i + R <= count; i += R)
+        tile<R, M>(matrix + i * columns, columns, group, out + i, stride);
+    for (; i < count; i++)
+        tile<1, M>(matrix + i * columns, columns, group, out + i, stride);
+}
+
+template <class W>
+void strip(const W *matrix, long count, long columns, const float *group, long rows, float *out, long stride) {
+    switch (rows) {
+    case 1: return strip<1>(matrix, count, columns, group, out, stride);
+    case 2: return strip<2>(matrix, count, columns, group, out, stride);
+    case 3: return strip<3>(matrix, count, columns, group, out, stride);
+    case 4: return strip<4>(matrix, count, columns, group, out, stride);
+#if LANES == 16
+    case 5: return strip<5>(matrix, count, columns, group, out, stride);
+    case 6: return strip<6>(matrix, count, columns, group, out, stride);
+    case 7: return strip<7>(matrix, count, columns, group, out, stride);
+    case 8: return strip<8>(matrix, count, columns, group, out, stride);
+#endif
+    }
+}
+
+// out[row * stride + i] = row i of `matrix` times each row of the panel, for `count` rows of the matrix.
+template <class W> void product(const W *matrix, long count, const Panel &panel, float *out, long stride) {
+    const long step = panel.rows > GROUP ? STRIP : count;
+    for (long i = 0; i < count; i += step)
+        for (long row = 0; row < panel.rows; row += GROUP)
+            strip(matrix + i * panel.columns, least(step, count - i), panel.columns, panel.group(row),
+                  panel.width(row), out + row * stride + i, stride);
+}
+
+// One thread's part of `count` things, in whole multiples of `unit`.
+struct Share {
+    long begin, end;
+
+    Share(long count, long unit, long thread, long threads) {
+        const long units = (count + unit - 1) / unit;
+        begin = least(count, units * thread / threads * unit);
+        end = least(count, units * (thread + 1) / threads * unit);
+    }
+};
+
+constexpr long UNIT = 48;       // outputs: a multiple of LANES, and of the matrix rows that go together
+
+// This thread's share of the outputs, bias added: out[row * stride + output].
+template <class W>
+void project(const Matrix &matrix, Share share, const Panel &panel, float *out, long stride) {
+    const W *weights = static_cast<const W *>(matrix.weights), *bias = static_cast<const W *>(matrix.bias);
+    product(weights + share.begin * panel.columns, share.end - share.begin, panel, out + share.begin, stride);
+    if (bias != nullptr)
+        for (long row = 0; row < panel.rows; row++)
+            for (long i = share.begin; i < share.end; i++)
+                out[row * stride + i] += get(bias + i);
+}
+
+}

@@ -1,0 +1,126 @@
+"""Brings a worker's half of the checkpoint into memory while it loads, and tells how much of it is there.
+
+A mapped file is read where it is touched, a little at a time: measured at a tenth of the disk's speed, which reading
+ahead in large pieces reaches.  Nothing is copied or held: the pages are the kernel's cache, which all workers of the
+machine share, and those that are there already cost next to nothing (0.1 s a GB).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+READERS = 4                     # places that are read at once; disks over a network want several
+PIECE_BYTES = 8 << 20           # that a reader takes at a time
+TOLD_EVERY_S = 0.25
+HEADER_BYTES_MAX = 100 << 20    # the format's own limit
+GAP_BYTES = 1 << 20             # so much of other tensors between two wanted ones is read along
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes [start, end) of a file that hold tensors of the half."""
+
+    path: Path
+    start: int
+    end: int
+
+
+@contextmanager
+def beside(folder: str, role: str, told: Callable[[float], None]) -> Iterator[None]:
+    """Read ahead in other threads for as long as the body runs, or until all is read.
+
+    `told` hears of the share that is in memory, 0 to 1, from one of these threads, and never after the end.  A
+    checkpoint that cannot be read is the loader's to refuse: here nothing is told.
+    """
+    reading = _Reading(folder, role)
+    ended = threading.Event()
+
+    def tell() -> None:
+        while reading.total and not ended.wait(TOLD_EVERY_S):
+            told(reading.done / reading.total)
+
+    threads = [threading.Thread(target=tell, name="weights", daemon=True),
+               *(threading.Thread(target=reading.run, args=(ended,), name="weights", daemon=True)
+                 for _ in range(READERS))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+class _Reading:
+    """Pieces that its threads share out among themselves."""
+
+    def __init__(self, folder: str, role: str) -> None:
+        self.done = self.total = 0      # bytes
+        self._pieces: list[Part] = []   # the next one last
+        self._lock = threading.Lock()
+        try:
+            wanted = parts(Path(folder), role)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            log.debug("%s is not read ahead: %s", folder, error)
+            return
+        self.total = sum(part.end - part.start for part in wanted)
+        self._pieces = [Part(part.path, start, min(part.end, start + PIECE_BYTES))
+                        for part in wanted for start in range(part.start, part.end, PIECE_BYTES)][::-1]
+
+    def run(self, ended: threading.Event) -> None:
+        with ExitStack() as stack:
+            try:
+                null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                stack.callback(os.close, null)
+                self._run(null, ended)
+            except OSError as error:
+                log.debug("reading ahead ends: %s", error)
+
+    def _run(self, null: int, ended: threading.Event) -> None:
+        while not ended.is_set():
+            with self._lock:
+                if not self._pieces:
+                    return
+                piece = self._pieces.pop()
+            with open(piece.path, "rb", buffering=0) as file:
+                at = piece.start
+                # To where nothing is written no byte is copied either: the call waits for the pages, and that is all.
+                while at < piece.end and (sent := os.sendfile(null, file.fileno(), at, piece.end - at)):
+                    at += sent
+            with self._lock:
+                self.done += at - piece.start
+
+
+def parts(folder: Path, role: str) -> list[Part]:
+    """Where the tensors of a role's half lie, in order.
+
+    Raises OSError, and ValueError, KeyError, TypeError, AttributeError or struct.error where a file's header is none.
+    """
+    found: list[Part] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > HEADER_BYTES_MAX:
+                raise ValueError(f"a header of {length} bytes in {path}")
+            header = json.loads(file.read(length))
+        # All families call their tower "visual"; whatever else there is belongs to the language model.
+        spans = sorted(tuple(8 + length + offset for offset in tensor["data_offsets"])
+                       for name, tensor in header.items()
+                       if name != "__metadata__" and ("visual." in name) == (role == "encoder"))
+        for start, end in spans:
+            if found and found[-1].path == path and start - found[-1].end <= GAP_BYTES:
+                found[-1] = Part(path, found[-1].start, end)
+            else:
+                found.append(Part(path, start, end))
+    return found

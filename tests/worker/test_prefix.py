@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
     def write(self, owner: str, start: int) -> None:
         rows = rows_of(self.alive[owner])[None, None, start:, None]
         plan = attention.plan([(rows.shape[2], self.pool.offset(owner), start)], CPU)
-        self.pool.update(rows, -rows, 0, {"plan": plan})
+        self.pool.at(plan.slots).update(rows, -rows, 0)
 
     def free(self) -> int:
         return UNITS - sum(self.size.values())

@@ -33,36 +33,75 @@ struct Panel {
     }
 };
 
-// out[m * stride + r] = row r of `matrix` times row m of a group.
+// The lanes' sums of a tile, in whole eights.
+template <int R, int M> struct Sums {
+    alignas(64) Vector of[(R * M + 7) / 8 * 8] = {};
+};
+
+// Adds columns [first, last): sums of[m * R + r] += row r of `matrix` times row m of a group.  Meanwhile the rows `ahead`
+// are fetched, into the second-level cache: the first one holds the activations.
 template <int R, int M, class W>
-inline void tile(const W *matrix, long columns, const float *group, float *out, long stride) {
-    Vector total[(R * M + 7) / 8 * 8] = {};
-    for (long k = 0; k < columns; k += LANES) {
+inline __attribute__((always_inline)) void add(const W *matrix, long columns, long first, long last,
+                                               const float *group, Sums<R, M> &sums, long ahead) {
+    for (long k = first; k < last; k += LANES) {
         Vector w[R];
         for (int r = 0; r < R; r++) {
             w[r] = load(matrix + r * columns + k);
-            // Into the second level: the first holds the activations.
-            __builtin_prefetch(matrix + (r + R) * columns + k, 0, 2);
+            __builtin_prefetch(matrix + (r + ahead) * columns + k, 0, 2);
         }
         for (int m = 0; m < M; m++) {
             Vector x = load(group + k * M + m * LANES);
             if (R > 1)
                 __asm__("" : "+v"(x));      // stay in a register, instead of being read again for each product
             for (int r = 0; r < R; r++)
-                total[m * R + r] += w[r] * x;
+                sums.of[m * R + r] += w[r] * x;
         }
-    }
-    for (int first = 0; first < R * M; first += 8) {
-        const Vector found = sums(total + first);
-        for (int i = first; i < first + 8 && i < R * M; i++)
-            out[i / R * stride + i % R] = found[i - first];
     }
 }
 
+// out[m * stride + r] = a sum's lanes together.
+template <int R, int M>
+inline __attribute__((always_inline)) void finish(const Sums<R, M> &sums, float *out, long stride) {
+    float found[(R * M + 7) / 8 * 8 + LANES];
+    for (int i = 0; i < R * M; i += 8)
+        store(found + i, eight(sums.of + i));
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++)
+            out[m * stride + r] = found[m * R + r];
+}
+
+template <int R, int M, class W>
+inline void tile(const W *matrix, long columns, const float *group, float *out, long stride) {
+    Sums<R, M> sums;
+    add(matrix, columns, 0, columns, group, sums, R);
+    finish(sums, out, stride);
+}
+
+// Tiles side by side, block by block of columns: the activations of a block stay in the first-level cache.
+constexpr int TILES = 8;
+constexpr long BLOCK = 4096;        // floats of a block: half of that cache
+
+template <int R, int M, class W>
+inline void tiles(const W *matrix, long columns, const float *group, float *out, long stride) {
+    constexpr long block = BLOCK / M / LANES * LANES;
+    Sums<R, M> kept[TILES];
+    for (long k = 0; k < columns; k += block)
+        for (int j = 0; j < TILES; j++) {
+            Sums<R, M> sums = kept[j];      // in registers
+            add(matrix + j * R * columns, columns, k, least(columns, k + block), group, sums, TILES * R);
+            kept[j] = sums;
+        }
+    for (int j = 0; j < TILES; j++)
+        finish(kept[j], out + j * R, stride);
+}
+
 template <int M, class W>
-void strip(const W *matrix, long count, long columns, const float *group, float *out, long stride) {
+void strip(const W *matrix, long count, long columns, const float *group, float *out, long stride, bool blocks) {
     constexpr int R = matrix_rows(M);
     long i = 0;
+    if (blocks && M > GROUP / 2)       // fewer rows wait for memory anyway
+        for (; i + TILES * R <= count; i += TILES * R)
+            tiles<R, M>(matrix + i * columns, columns, group, out + i, stride);
     for (; i + R <= count; i += R)
         tile<R, M>(matrix + i * columns, columns, group, out + i, stride);
     for (; i < count; i++)
@@ -70,17 +109,18 @@ void strip(const W *matrix, long count, long columns, const float *group, float 
 }
 
 template <class W>
-void strip(const W *matrix, long count, long columns, const float *group, long rows, float *out, long stride) {
+void strip(const W *matrix, long count, long columns, const float *group, long rows, float *out, long stride,
+           bool blocks) {
     switch (rows) {
-    case 1: return strip<1>(matrix, count, columns, group, out, stride);
-    case 2: return strip<2>(matrix, count, columns, group, out, stride);
-    case 3: return strip<3>(matrix, count, columns, group, out, stride);
-    case 4: return strip<4>(matrix, count, columns, group, out, stride);
+    case 1: return strip<1>(matrix, count, columns, group, out, stride, blocks);
+    case 2: return strip<2>(matrix, count, columns, group, out, stride, blocks);
+    case 3: return strip<3>(matrix, count, columns, group, out, stride, blocks);
+    case 4: return strip<4>(matrix, count, columns, group, out, stride, blocks);
 #if LANES == 16
-    case 5: return strip<5>(matrix, count, columns, group, out, stride);
-    case 6: return strip<6>(matrix, count, columns, group, out, stride);
-    case 7: return strip<7>(matrix, count, columns, group, out, stride);
-    case 8: return strip<8>(matrix, count, columns, group, out, stride);
+    case 5: return strip<5>(matrix, count, columns, group, out, stride, blocks);
+    case 6: return strip<6>(matrix, count, columns, group, out, stride, blocks);
+    case 7: return strip<7>(matrix, count, columns, group, out, stride, blocks);
+    case 8: return strip<8>(matrix, count, columns, group, out, stride, blocks);
 #endif
     }
 }
@@ -88,10 +128,12 @@ void strip(const W *matrix, long count, long columns, const float *group, long r
 // out[row * stride + i] = row i of `matrix` times each row of the panel, for `count` rows of the matrix.
 template <class W> void product(const W *matrix, long count, const Panel &panel, float *out, long stride) {
     const long step = panel.rows > GROUP ? STRIP : count;
+    // Measured: with more groups each finds the matrix in the cache, and keeping sums apart costs more than it gains.
+    const bool blocks = panel.rows <= 2 * GROUP && panel.columns * panel.width(0) > BLOCK * 3 / 2;
     for (long i = 0; i < count; i += step)
         for (long row = 0; row < panel.rows; row += GROUP)
             strip(matrix + i * panel.columns, least(step, count - i), panel.columns, panel.group(row),
-                  panel.width(row), out + row * stride + i, stride);
+                  panel.width(row), out + row * stride + i, stride, blocks);
 }
 
 // One thread's part of `count` things, in whole multiples of `unit`.

@@ -51,14 +51,14 @@ inline Vector pairs(Vector a, Vector b) {
 }
 
 // The sums of eight vectors' lanes in the first eight lanes.
-inline Vector sums(const Vector *v) {
+inline Vector eight(const Vector *v) {
     Vector all = pairs(pairs(pairs(v[0], v[1]), pairs(v[2], v[3])), pairs(pairs(v[4], v[5]), pairs(v[6], v[7])));
     return LANES == 16 ? pairs(all, all) : all;
 }
 
 inline float sum(Vector v) {
-    const Vector eight[8] = {v};
-    return sums(eight)[0];
+    const Vector all[8] = {v};
+    return eight(all)[0];
 }
 
 inline float largest(const float *values, long count) {

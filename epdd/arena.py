@@ -18,7 +18,7 @@ from epdd.errors import StartupError, WorkerFailed
 from epdd.wire import Lease
 
 PAGE = mmap.PAGESIZE
-HUGE = 2 << 20              # bytes of a huge page on x86 and of most ARM kernels; sizes and slices are multiples of it
+HUGE = 2 << 20              # bytes of a huge page on x86 and of most ARM kernels; slices are multiples of it
 PIECE = 64 << 20            # reserved at a time, so that progress can be told
 COLLAPSE_S = 5.0            # so long huge pages are asked for: where memory is in pieces each takes a while to make
 _MFD_HUGE_2MB = 21 << 26

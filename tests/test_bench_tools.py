@@ -1,5 +1,6 @@
 """The benchmarks' own sums, and the checkpoint that they are run on."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_servers_side_by_side(tmp_path, capsys):
     # Only where both were measured.
     assert ratios["rows"] == [["other", "0.1", 1.0, 0.25, 1.0, 1.0, 1.0, 0.25, pytest.approx(1.25)]]
     assert most["rows"] == [["epdd", 0.3, 1.0], ["other", 0.1, pytest.approx(3.0)]]
-    assert (tmp_path / "serve.png").stat().st_size > 1000
+    assert (tmp_path / "serve.png").exists() == bool(importlib.util.find_spec("matplotlib"))
     assert "0.10 CPUs" in serve_tables.line(point("epdd", 0.1, 20.0, 0.1))
 
 

@@ -56,7 +56,7 @@ class Process:
         self.spec = spec
         self.pid = next(self._pids)
         self.alive, self.ready, self.told_to_end = True, False, False
-        self.killed_at = 0.0
+        self.killed_at: float | None = None
         self.works: dict[str, Task] = {}
         self._link = link
         self._memory = memory

@@ -251,7 +251,9 @@ def explored() -> Iterator[None]:
     root.handlers[:], root.propagate = [], False
     root.setLevel(logging.ERROR)
     try:
-        with mock.patch.object(supervisor, "Channel", Channel), mock.patch.object(supervisor, "socket_pair", Link.pair):
+        with (mock.patch.object(supervisor, "Channel", Channel),
+              mock.patch.object(supervisor, "socket_pair", Link.pair),
+              mock.patch("epdd.hardware.gpus.lost", lambda index: "")):
             yield
     finally:
         root.level, root.propagate, root.handlers[:] = before

@@ -144,6 +144,7 @@ class Encoding:
     def _ended(self, job: ImageJob, worker: Worker, event: Event) -> None:
         """The worker's last word on an image."""
         embedding = job.embedding
+        held = job.work is not None and not job.work.ended      # by a process that was killed and does not go
         job.work = None
         self._history.encoding_ended(embedding, event)
         if isinstance(event, Encoded):
@@ -169,6 +170,9 @@ class Encoding:
                 self.router.submit_again(job)
             else:
                 del self._jobs[embedding]
+        elif held:
+            # It may still write there: who waits begins anew, with other bytes.
+            self._fail(job, WorkerLost(f"{worker.name} does not end"))
         elif isinstance(event, EpddError):
             job.deaths += isinstance(event, WorkerLost) and event.maybe_over_work
             if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.refs:

@@ -23,7 +23,10 @@ IMAGES_IN_ARENA = 1024              # of the largest size: more are never in fli
 
 
 def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
-    """Size of the arena in bytes, whole huge pages.  Raises PlacementError if memory cannot hold it."""
+    """Size of the arena in bytes, in whole pages, huge ones where it holds any.
+
+    Raises PlacementError if memory cannot hold it.
+    """
     image = family.embedding_bytes(family.rows_max)
     size = config.arena.bytes
     if not size:
@@ -33,7 +36,8 @@ def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
         reason = "arena.bytes" if config.arena.bytes else "the largest image's embedding"
         raise PlacementError(f"{reason} is {size_text(size)}; "
                              f"the machine has {size_text(topology.memory_bytes)} of memory")
-    return -(-size // arena.HUGE) * arena.HUGE
+    page = arena.HUGE if size >= arena.HUGE else arena.PAGE
+    return -(-size // page) * page
 
 
 def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Family,

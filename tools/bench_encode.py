@@ -243,14 +243,16 @@ def tell(report, model, name, row):
 
 
 def summary(report, rows, cosines):
+    for model, value in cosines.items():
+        report.say(f"{model}: int8 in all layers at 448 x 448, cosine {value:.5f} (worst plane, random weights)")
+    if not rows:
+        return
     header = ["model, images", "share of limit", "all linear", "transformers'", "tower ratio", "JPEG ratio",
               "pixels ms (theirs)", "pixels %", "error", "int8 ratio"]
     report.table("epdd's tower against its products' limit and transformers (PIL processor, sdpa)", header, [
         [f"{model} {name}", row["share"], row["share_all_linear"], row["share_transformers"], row["tower_ratio"],
          row["jpeg_ratio"], (1e3 * row["pixels_s"], 1e3 * row["their_pixels_s"]), 1e2 * row["pixels_share"],
          f"{row['error']:.1e}", row["int8_ratio"]] for (model, name), row in rows.items()])
-    for model, value in cosines.items():
-        report.say(f"{model}: int8 in all layers at 448 x 448, cosine {value:.5f} (worst plane, random weights)")
     names = sorted({name for _, name in rows}, key=["8x224", "448", "1080p"].index)
     report.plot("encode", "Share of the limit of the tower's own products", "images: " + ", ".join(names), [
         Panel(model, "share", {

@@ -22,7 +22,8 @@ from epdd.emulation import Emulation
 from epdd.wire import WorkerSpec
 
 KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
-PF_EXITING = 4              # in the flags of /proc/PID/stat
+STATE, FLAGS, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS = 0, 6, 9, 11, 12     # of /proc/PID/stat, by `_stat`
+PF_EXITING = 4              # in the flags
 KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
 
 
@@ -159,18 +160,18 @@ def effort(pid: int) -> tuple[int, int] | None:
     same stands still: it is stopped, or waits inside a system call for something that does not come.
     """
     try:
-        states = [_stat(f"/proc/{pid}/task/{thread}/stat")[0] for thread in os.listdir(f"/proc/{pid}/task")]
-        _, faults, user, system = _stat(f"/proc/{pid}/stat")
+        states = [_stat(f"/proc/{pid}/task/{thread}")[STATE] for thread in os.listdir(f"/proc/{pid}/task")]
+        fields = _stat(f"/proc/{pid}")
+        done = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS]), int(fields[MAJOR_FAULTS])
     except (OSError, IndexError, ValueError):
         return None
-    return None if "R" in states else (int(user) + int(system), int(faults))
+    return None if "R" in states else done
 
 
-def _stat(path: str) -> tuple[str, str, str, str]:
-    """State, major faults, user and system ticks (proc(5): fields 3, 12, 14 and 15)."""
-    with open(path) as file:
-        fields = file.read().rpartition(")")[2].split()     # the name before may hold anything
-    return fields[0], fields[9], fields[11], fields[12]
+def _stat(folder: str) -> list[str]:
+    """The fields of a process's or thread's `stat` from the third on (proc(5))."""
+    with open(f"{folder}/stat") as file:
+        return file.read().rpartition(")")[2].split()       # the name before may hold anything
 
 
 def leaving(pid: int) -> bool:
@@ -179,9 +180,8 @@ def leaving(pid: int) -> bool:
     The kernel sets the flag before it takes anything from the process, GPU memory too; the pidfd tells only after that.
     """
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return bool(int(fields[6]) & PF_EXITING) or fields[0] in "ZX"
+        fields = _stat(f"/proc/{pid}")
+        return bool(int(fields[FLAGS]) & PF_EXITING) or fields[STATE] in "ZX"
     except (OSError, IndexError, ValueError):
         return True
 

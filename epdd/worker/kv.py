@@ -28,7 +28,7 @@ HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is h
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """KV memory of one token over all layers, from a text model's config."""
-    layers, heads, dim = _shape(config)
+    layers, heads, dim = sizes(config)
     return 2 * layers * heads * dim * int(dtype.itemsize)
 
 
@@ -72,7 +72,7 @@ class Pool:
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
-        layers, heads, dim = _shape(config)
+        layers, heads, dim = sizes(config)
         units = tokens // KV_UNIT
         self._held: dict[str, tuple[int, int]] = {}     # owner: its first unit, how many
         self._taken = np.zeros(units, bool)             # units of all owners
@@ -214,7 +214,7 @@ class Pool:
                 at += part.shape[1]
 
 
-def _shape(config: Any) -> tuple[int, int, int]:
+def sizes(config: Any) -> tuple[int, int, int]:
     """Layers, KV heads and head size of a text model's config."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, config.num_key_value_heads, dim

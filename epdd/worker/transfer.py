@@ -21,6 +21,7 @@ from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerFailed
 from epdd.worker.cuda import Device
+from epdd.worker.loop import Send
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,17 @@ class Transfer:
         """`idle` has something to do."""
         return self._unpinned is not None
 
+    def take(self, message: wire.ToWorker, send: Send) -> bool:
+        """Whether a message is about arenas; if so it is dealt with, and answered."""
+        if not isinstance(message, (wire.OpenArena, wire.CloseArena)):
+            return False
+        _say(self.handle(message), send)
+        return True
+
+    def go_on(self, send: Send) -> None:
+        """`idle`, and its answer sent."""
+        _say(self.idle(), send)
+
     def _close(self, arena: int) -> None:
         address, _ = self._arenas.pop(arena, (0, 0))
         if not address:
@@ -176,6 +188,11 @@ class Transfer:
         if lease.offset < 0 or lease.size < 0 or lease.offset + lease.size > size:
             raise WorkerFailed(f"lease [{lease.offset}, +{lease.size}) is outside arena {lease.arena} of {size} bytes")
         return address + lease.offset, lease.size
+
+
+def _say(opened: wire.Opened | None, send: Send) -> None:
+    if opened is not None:
+        send(opened)
 
 
 def _cut(address: int, size: int) -> list[tuple[int, int]]:

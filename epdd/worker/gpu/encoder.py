@@ -63,18 +63,12 @@ class GpuEncoder(Encoder):
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
         """As of `Encoder`, and what the daemon says of arenas."""
-        if isinstance(message, (wire.OpenArena, wire.CloseArena)):
-            opened = self._transfer.handle(message)
-            if opened is not None:
-                self._send(opened)
-            return
-        super().submit(message, raw)
+        if not self._transfer.take(message, self._send):
+            super().submit(message, raw)
 
     def step(self) -> None:
         """As of `Encoder`.  Raises DeviceError, after which the process is of no use."""
-        opened = self._transfer.idle()
-        if opened is not None:
-            self._send(opened)
+        self._transfer.go_on(self._send)
         with self._gpu.using(self._stream):
             super().step()
 

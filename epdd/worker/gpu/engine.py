@@ -15,7 +15,7 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
-from epdd.worker import attention, cuda, inputs, norm
+from epdd.worker import attention, cuda, inputs, kv, norm
 from epdd.worker.engine import Engine, Logits
 from epdd.worker.gpu import flash
 from epdd.worker.gpu.graphs import Graphs
@@ -44,10 +44,8 @@ class GpuEngine(Engine):
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
         self._stream = self._gpu.stream(urgent=True)
-        config = self._text.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        chosen = flash.choose(heads, kv_heads, dim, self.dtype, self._device, kernels)
+        _, kv_heads, dim = kv.sizes(self._text.config)
+        chosen = flash.choose(self._text.config.num_attention_heads, kv_heads, dim, self.dtype, self._device, kernels)
         self._kernel: flash.Kernel | None = chosen and chosen[1]
         self._graphs: Graphs | None = None
         self._gpu.synchronise()         # the weights and the pool were made on another stream than the steps'
@@ -61,18 +59,12 @@ class GpuEngine(Engine):
         """As of `Engine`, and what the daemon says of arenas."""
         if isinstance(message, wire.CloseArena):
             self._lose(message.arena)
-        if isinstance(message, (wire.OpenArena, wire.CloseArena)):
-            opened = self._transfer.handle(message)
-            if opened is not None:
-                self._send(opened)
-            return
-        super().submit(message, raw)
+        if not self._transfer.take(message, self._send):
+            super().submit(message, raw)
 
     def step(self) -> None:
         """As of `Engine`; a fault of the device ends the worker.  Raises DeviceError."""
-        opened = self._transfer.idle()
-        if opened is not None:
-            self._send(opened)
+        self._transfer.go_on(self._send)
         with self._gpu.using(self._stream):
             super().step()
 

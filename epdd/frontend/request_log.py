@@ -11,6 +11,7 @@ import os
 import queue
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class RequestLog:
             last = None in lines
             if batch := [line for line in lines if line is not None]:
                 self._store(batch)
+        with suppress(OSError):
+            self._shut()        # who reads a pipe shall see its end
 
     def _store(self, lines: list[bytes]) -> None:
         try:

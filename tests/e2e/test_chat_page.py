@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 SAMPLES = DEMO / "samples"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-LONG = {"ignore_eos": True, "max_tokens": 4000}     # an answer that somebody has time to stop
+# An answer that somebody has time to stop: all that the context holds, each token with its 20 best.
+LONG = {"ignore_eos": True, "max_tokens": 1_000_000, "logprobs": True, "top_logprobs": 20}
 
 # Files reach a page by events that carry them: made here as the browser itself makes them.
 HAND_OVER = """([kind, files]) => {

@@ -95,11 +95,12 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCap
     assert [record.message for record in caplog.records] == [
         f"request log: lines are dropped: the disk is too slow, or hangs path={path}"]
     found: list[bytes] = []
-    reader = threading.Thread(target=lambda: found.extend(path.open("rb")))
+    reader = threading.Thread(target=lambda: found.extend(path.open("rb")), daemon=True)
     reader.start()
     wait_for(lambda: log.written + log.dropped == many)
     log._waiting.put(None)
     reader.join(WAIT_S)
+    assert not reader.is_alive()
     assert len(found) == log.written and json.loads(found[0]) == {"number": 0}
     assert caplog.records[-1].message == f"request log: lines are written again dropped={log.dropped}"
 

@@ -6,8 +6,8 @@ NATIVE = "epdd/worker/native/"
 
 setup(ext_modules=[Extension(
     "epdd.worker.native._library",
-    sources=[NATIVE + name for name in ("library.cpp", "avx2.cpp", "avx512.cpp")],
-    depends=[NATIVE + name for name in ("library.h", "vectors.h", "products.h", "attention.h", "kernels.h")],
+    sources=[NATIVE + name for name in ("library.cpp", "avx2.cpp", "avx512.cpp", "amx.cpp")],
+    depends=[NATIVE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "attention.h", "kernels.h")],
     # Compiled for OpenMP and not linked with it: the calls find the runtime that torch has loaded.
     extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi"],
     libraries=["m"],

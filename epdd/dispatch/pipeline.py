@@ -14,6 +14,7 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History, Trace
 from epdd.dispatch.leases import Embedding, Leases
+from epdd.dispatch.prefixes import Prefixes, chain
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
 from epdd.fleet.channel import Event, Work
@@ -23,6 +24,8 @@ from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Spa
 
 log = logging.getLogger(__name__)
 
+# Tokens that an answer counts for when a worker is chosen, at most: max_tokens is often just the rest of the context.
+ANSWER_TOKENS = 512
 ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
 
 
@@ -43,6 +46,7 @@ class Pipeline:
         self._encoding = encoding
         self._admission = admission
         self._history = history
+        self._prefixes = Prefixes()
         self._changed = asyncio.Event()
         self._suspects = asyncio.Lock()     # one of them at a time is before its first token
 
@@ -90,9 +94,9 @@ class Pipeline:
                 # What was in a worker when it died may have killed it.  One after the other the innocent come through,
                 # and the other one is known for what it is.
                 await turn.take()
-                worker = await self._pd_worker(embeddings)
+                worker, known = await self._pd_worker(request, embeddings)
             trace.placed(worker.name)
-            async with aclosing(self._generate(request, attempt, worker, embeddings, trace)) as answers:
+            async with aclosing(self._generate(request, attempt, worker, known, embeddings, trace)) as answers:
                 async for answer in answers:
                     if isinstance(answer[1], Tokens):
                         turn.pass_on()
@@ -133,23 +137,29 @@ class Pipeline:
         trace.embedded()
         return embeddings
 
-    async def _pd_worker(self, embeddings: list[Embedding]) -> Worker:
-        """Of the PD workers that can read these the one with the least in flight; waits while one is coming back."""
-        transport = self._encoding.transport
+    async def _pd_worker(self, request: Request, embeddings: list[Embedding]) -> tuple[Worker, int]:
+        """Of the PD workers that can read these the one with the least in flight, less what it knows of the prompt.
+
+        Also those tokens.  Waits while a worker is coming back.
+        """
+        transport, digests = self._encoding.transport, chain(request)
         while True:
             transport.check(embeddings)
             workers = self._supervisor.role("pd")
             ready = [worker for worker in workers if worker.takes_work and transport.reads(worker, embeddings)]
             if ready:
-                return min(ready, key=lambda worker: worker.in_flight_cost)
+                known = {worker: self._prefixes.known(worker, digests) for worker in ready}
+                worker = min(ready, key=lambda worker: worker.in_flight_cost - known[worker])
+                self._prefixes.add(worker, digests)
+                return worker, known[worker]
             if self._supervisor.stopping or not any(worker.comes_back for worker in workers):
                 raise NoWorker("no prefill-decode worker is in service")
             transport.give_up_unreadable(embeddings)
             self._changed.clear()
             await self._changed.wait()
 
-    async def _generate(self, request: Request, attempt: int, worker: Worker, embeddings: list[Embedding],
-                        trace: Trace) -> AsyncGenerator[Answer, None]:
+    async def _generate(self, request: Request, attempt: int, worker: Worker, known: int,
+                        embeddings: list[Embedding], trace: Trace) -> AsyncGenerator[Answer, None]:
         # Bounded by n * max_tokens small events, whatever the reader's speed.
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         works: list[Work] = []
@@ -159,7 +169,7 @@ class Pipeline:
             holds = []
             for index in range(request.n):
                 work_id = f"{request.id}.{attempt}.{index}"
-                work, let_go = self._start(request, work_id, index, worker, embeddings, events)
+                work, let_go = self._start(request, work_id, index, worker, known, embeddings, events)
                 works.append(work)
                 holds.append(let_go)
             open_choices, reading = request.n, request.n
@@ -170,7 +180,7 @@ class Pipeline:
                     self._encoding.transport.check(embeddings)
                     holds[index]()
                     # What is left is decoding beside others: who chooses a worker shall see the prompts that wait.
-                    works[index].cost = request.sampling.max_tokens
+                    works[index].cost = _answer_cost(request)
                     reading -= 1
                     if reading == 0:
                         trace.prefilled()
@@ -188,7 +198,8 @@ class Pipeline:
                 work.mute()
                 work.cancel()
 
-    def _start(self, request: Request, work_id: str, index: int, worker: Worker, embeddings: list[Embedding],
+    def _start(self, request: Request, work_id: str, index: int, worker: Worker, known: int,
+               embeddings: list[Embedding],
                events: asyncio.Queue[tuple[int, Event]]) -> tuple[Work, Callable[[], None]]:
         """Hand one choice to a PD worker; also a call that lets go of the leases it reads, once."""
         spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
@@ -198,7 +209,7 @@ class Pipeline:
         if index and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + index)
         tokens = array("i", request.tokens)
-        cost = len(tokens) + sampling.max_tokens
+        cost = len(tokens) - known + _answer_cost(request)
         held = list(embeddings)
 
         def let_go() -> None:
@@ -211,6 +222,10 @@ class Pipeline:
             self._leases.hold(embedding)
         work.on_end(let_go)
         return work, let_go
+
+
+def _answer_cost(request: Request) -> int:
+    return min(request.sampling.max_tokens, ANSWER_TOKENS)
 
 
 def _answer(event: Event, worker: Worker) -> Prefilled | Tokens | Done:

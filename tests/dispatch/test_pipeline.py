@@ -10,7 +10,7 @@ import pytest
 from epdd.config import Config
 from epdd.errors import (ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost,
                          WorkerTimeout)
-from epdd.dispatch.pipeline import Again
+from epdd.dispatch.pipeline import ANSWER_TOKENS, Again
 from epdd.fleet.worker import State
 from epdd.wire import Tokens
 from tests.dispatch.fleet import ROWS, expected, request, running
@@ -463,6 +463,46 @@ async def test_a_pd_worker_that_only_decodes_is_chosen_before_one_with_a_prompt_
             await asyncio.sleep(0)
         assert second.in_flight_cost == prompt + 150
         await asyncio.gather(answers.aclose(), reading)
+        await fleet.at_rest()
+
+
+async def test_a_second_question_goes_where_the_first_one_was():
+    """Unless that worker has more to do than the beginning is long; a worker that comes back knows nothing."""
+    pictures = [b"%d" % i for i in range(8)]
+    async with running(pds=2, token_s=0.05) as fleet:
+        done = {worker.name: worker for worker in fleet.supervisor.role("pd")}
+        for i in range(3):
+            await fleet.ask(request(f"r{i}", *pictures))
+        assert sorted(worker.done for worker in done.values()) == [0, 3]
+        home, other = sorted(done.values(), key=lambda worker: -worker.done)
+        await fleet.ask(request("unlike", *(b"other %d" % i for i in range(8))))
+        assert (home.done, other.done) == (4, 0)    # both are idle
+        answers = fleet.pipeline.run(request("long", *pictures, max_tokens=100))
+        await anext(answers)
+        assert (home.in_flight_cost, other.in_flight_cost) == (100, 0)
+        # Of 148 tokens the first two blocks are known.
+        await fleet.ask(request("sticks", *pictures))
+        assert (home.done, other.done) == (5, 0)
+        more = fleet.pipeline.run(request("longer", *pictures, max_tokens=100))
+        await anext(more)
+        await fleet.ask(request("leaves", *pictures))
+        assert (home.done, other.done) == (5, 1)
+        await asyncio.gather(answers.aclose(), more.aclose())
+        home.process.kill()
+        while home.restarts == 0:
+            await asyncio.sleep(0.01)
+        await fleet.ready()
+        await fleet.ask(request("home again", *pictures))
+        assert other.done == 2
+        await fleet.at_rest()
+
+
+async def test_an_answer_without_a_limit_counts_as_one_of_usual_length():
+    async with running(pds=2, token_s=0.05) as fleet:
+        answers = fleet.pipeline.run(request("long", max_tokens=100_000))
+        await anext(answers)
+        assert max(worker.in_flight_cost for worker in fleet.supervisor.role("pd")) == ANSWER_TOKENS
+        await answers.aclose()
         await fleet.at_rest()
 
 

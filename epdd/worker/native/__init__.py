@@ -74,6 +74,7 @@ def library() -> ctypes.CDLL | None:
         log.info("no compiled decode kernels: %s", error)
         return None
     found.epdd_instructions.restype = ctypes.c_char_p
+    found.epdd_prefer.argtypes = [ctypes.c_char_p]
     found.epdd_linear.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
     found.epdd_layer.argtypes = [ctypes.c_void_p] * 6
     return found if found.epdd_instructions() else None

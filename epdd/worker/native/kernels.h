@@ -5,8 +5,17 @@
 #include <omp.h>
 
 #include "attention.h"
+#ifdef AMX
+#include "tiles.h"
+#endif
 
 namespace {
+
+// What is multiplied by weights of a type.
+template <class W> struct OperandOf { typedef Panel Type; };
+#ifdef AMX
+template <> struct OperandOf<bfloat16> { typedef Pairs Type; };
+#endif
 
 // A thread among those of a parallel region.
 struct Member {
@@ -27,15 +36,15 @@ struct Memory {
     }
 };
 
-// Root mean square norm; vectors of the result lie `step` floats apart.
-template <class In, class W>
-void normalise(const In *in, const W *weights, long size, float epsilon, float *out, long step = LANES) {
+// Root mean square norm; put(at, vector) takes the result.
+template <class In, class W, class Put>
+void normalise(const In *in, const W *weights, long size, float epsilon, Put put) {
     Vector squares = {};
     for (long at = 0; at < size; at += LANES)
         squares += load(in + at) * load(in + at);
     const float scale = 1.0f / sqrtf(sum(squares) / size + epsilon);
     for (long at = 0; at < size; at += LANES)
-        store(out + at / LANES * step, load(in + at) * scale * load(weights + at));
+        put(at, load(in + at) * scale * load(weights + at));
 }
 
 // Rotary positions: element i and the one half a head further turn together.
@@ -88,6 +97,8 @@ template <class W, class KV> class Step {
     }
 
   private:
+    typedef typename OperandOf<W>::Type Operand;
+
     const Layer &layer;
     const Rows &rows;
     const W *cosines, *sines, *in;
@@ -96,29 +107,30 @@ template <class W, class KV> class Step {
     const long part;                    // floats of a Part
     long first_span[ROWS_MAX + 1];      // rows' spans of tokens, counted through
 
-    float *normal, *mixture, *queries, *parts, *scores, *seen, *middle, *gates, *ups, *wide;
+    float *normal, *mixture, *queries, *parts, *scores, *seen, *middle, *gates, *ups, *wide, *sums;
 
     void place(Memory &memory) {
-        normal = memory.take(rows.count * hidden);
+        normal = memory.take(Operand::floats(rows.count, hidden));
         mixture = memory.take(rows.count * mixed);
         queries = memory.take(rows.count * attended);
         parts = memory.take(first_span[rows.count] * layer.heads * part);
         scores = memory.take(omp_get_max_threads() * shared * SPAN);
-        seen = memory.take(rows.count * attended);
+        seen = memory.take(Operand::floats(rows.count, attended));
         middle = memory.take(rows.count * hidden);
         gates = memory.take(rows.count * inner);
         ups = memory.take(rows.count * inner);
-        wide = memory.take(rows.count * inner);
+        wide = memory.take(Operand::floats(rows.count, inner));
+        sums = memory.take(rows.count * hidden);
     }
 
-    Panel panel(float *data, long columns) const { return {data, columns, rows.count}; }
+    Operand panel(float *data, long columns) const { return {data, columns, rows.count}; }
 
     template <class In> void norm(Member member, const In *from, const void *weights) {
-        const Panel to = panel(normal, hidden);
+        const Operand to = panel(normal, hidden);
         const Share share = member.of(rows.count);
         for (long row = share.begin; row < share.end; row++)
-            normalise(from + row * hidden, static_cast<const W *>(weights), hidden, layer.epsilon, to.at(row, 0),
-                      to.width(row) * LANES);
+            normalise(from + row * hidden, static_cast<const W *>(weights), hidden, layer.epsilon,
+                      [&](long at, Vector value) { to.put(row, at, value); });
     }
 
     // Queries, keys and values side by side.
@@ -146,7 +158,7 @@ template <class W, class KV> class Step {
                 place_head(head, layer.q_norm, row);
                 const Panel to{queries + row * attended + unit / shared * shared * size, size, shared};
                 for (long at = 0; at < size; at += LANES)
-                    store(to.at(unit % shared, at), load(head + at) * layer.scaling);
+                    to.put(unit % shared, at, load(head + at) * layer.scaling);
             } else if (unit < layer.heads + layer.kv_heads) {
                 place_head(head, layer.k_norm, row);
                 keep_head(head, layer.keys, unit - layer.heads, row);
@@ -158,7 +170,8 @@ template <class W, class KV> class Step {
 
     void place_head(float *head, const void *weights, long row) {
         if (weights != nullptr)
-            normalise(head, static_cast<const W *>(weights), size, layer.epsilon, head);
+            normalise(head, static_cast<const W *>(weights), size, layer.epsilon,
+                      [=](long at, Vector value) { store(head + at, value); });
         rotate(head, cosines + row * size, sines + row * size, size);
     }
 
@@ -185,14 +198,14 @@ template <class W, class KV> class Step {
     }
 
     void unite(Member member) {
-        const Panel to = panel(seen, attended);
+        const Operand to = panel(seen, attended);
         const Share share = member.of(rows.count * layer.heads);
         for (long i = share.begin; i < share.end; i++) {
             const long row = i / layer.heads, head = i % layer.heads;
             const Part whole{parts + (first_span[row] * layer.heads + head) * part, size};
             join(whole, first_span[row + 1] - first_span[row], layer.heads * part);
             for (long at = 0; at < size; at += LANES)
-                store(to.at(row, head * size + at), load(whole.values + at));
+                to.put(row, head * size + at, load(whole.values + at));
         }
     }
 
@@ -209,17 +222,16 @@ template <class W, class KV> class Step {
         const Share share = member.of(inner, UNIT);
         project<W>(layer.gate, share, panel(normal, hidden), gates, inner);
         project<W>(layer.up, share, panel(normal, hidden), ups, inner);
-        const Panel to = panel(wide, inner);
+        const Operand to = panel(wide, inner);
         for (long row = 0; row < rows.count; row++)
             for (long at = share.begin; at < share.end; at += LANES) {
                 const Vector gate = load(gates + row * inner + at);
-                store(to.at(row, at), gate / (exponential(-gate) + 1.0f) * load(ups + row * inner + at));
+                to.put(row, at, gate / (exponential(-gate) + 1.0f) * load(ups + row * inner + at));
             }
     }
 
     void narrow(Member member) {
         const Share share = member.of(hidden, UNIT);
-        float *sums = normal;       // as panel it is needed no more
         project<W>(layer.down, share, panel(wide, inner), sums, hidden);
         for (long row = 0; row < rows.count; row++)
             for (long at = row * hidden + share.begin; at < row * hidden + share.end; at += LANES)
@@ -228,14 +240,15 @@ template <class W, class KV> class Step {
 };
 
 template <class W> void linear(const Matrix &matrix, const W *in, float *out, long rows) {
-    const Panel panel{scratch(rows * matrix.inputs), matrix.inputs, rows};
+    typedef typename OperandOf<W>::Type Operand;
+    const Operand panel{scratch(Operand::floats(rows, matrix.inputs)), matrix.inputs, rows};
 #pragma omp parallel
     {
         const Member member;
         const Share mine = member.of(rows);
         for (long row = mine.begin; row < mine.end; row++)
             for (long at = 0; at < matrix.inputs; at += LANES)
-                store(panel.at(row, at), load(in + row * matrix.inputs + at));
+                panel.put(row, at, load(in + row * matrix.inputs + at));
 #pragma omp barrier
         project<W>(matrix, member.of(matrix.outputs, UNIT), panel, out, matrix.outputs);
     }

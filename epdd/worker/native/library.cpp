@@ -1,15 +1,48 @@
 // The C interface that __init__.py calls, and the choice of an instruction set.
 
+#include <cpuid.h>
 #include <cstdlib>
+#include <cstring>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "library.h"
 
-static const Kernels *const kernels =
-    __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
-            && __builtin_cpu_supports("avx512vl") ? &avx512_kernels
-    : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_kernels
-                                                                      : nullptr;
-static const Kernels *chosen = kernels;
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
+           && __builtin_cpu_supports("avx512vl");
+}
+
+// Whether the CPU multiplies bfloat16 tiles, and the kernel lets this process have the registers for them.
+static bool has_amx() {
+    unsigned eax, ebx, ecx, edx = 0;
+    const bool there = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1) && (edx >> 24 & 1);
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return there && has_avx512() && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+// What this CPU can run, the best first.
+static const struct Choice {
+    const char *name;
+    const Kernels *kernels;
+    bool there;
+} CHOICES[] = {
+    {"AMX", &amx_kernels, amx_kernels.layer != nullptr && has_amx()},
+    {"AVX-512", &avx512_kernels, has_avx512()},
+    {"AVX2", &avx2_kernels, has_avx2()},
+    {"", nullptr, true},
+};
+
+static const Choice *best() {
+    const Choice *choice = CHOICES;
+    while (!choice->there)
+        choice++;
+    return choice;
+}
+
+static const Choice *chosen = best();
 
 float *scratch(long count) {
     static thread_local float *held = nullptr;
@@ -27,22 +60,25 @@ float *scratch(long count) {
 extern "C" {
 
 // The instruction set in use, or an empty string where the CPU has none of them.
-const char *epdd_instructions() {
-    return chosen == &avx512_kernels ? "AVX-512" : chosen == &avx2_kernels ? "AVX2" : "";
-}
+const char *epdd_instructions() { return chosen->name; }
 
-// For tests: what an older CPU would use.
-void epdd_prefer_avx2(int wanted) { chosen = wanted && kernels != nullptr ? &avx2_kernels : kernels; }
+// For tests: what another CPU would use, if this one can; any other name brings back the best.
+void epdd_prefer(const char *name) {
+    chosen = best();
+    for (const Choice &choice : CHOICES)
+        if (choice.there && choice.kernels != nullptr && strcmp(choice.name, name) == 0)
+            chosen = &choice;
+}
 
 // out [rows, outputs] = in [rows, inputs] x weights^T + bias; `in` has the weights' type, `out` is float32.
 void epdd_linear(const Matrix *matrix, int half, const void *in, float *out, long rows) {
-    chosen->linear(*matrix, half, in, out, rows);
+    chosen->kernels->linear(*matrix, half, in, out, rows);
 }
 
 // One decoder layer over hidden states [rows, hidden] of the weights' type; cosines and sines are [rows, size].
 void epdd_layer(const Layer *layer, const Rows *rows, const void *cosines, const void *sines, const void *in,
                 void *out) {
-    chosen->layer(*layer, *rows, cosines, sines, in, out);
+    chosen->kernels->layer(*layer, *rows, cosines, sines, in, out);
 }
 
 }

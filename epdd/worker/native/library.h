@@ -34,7 +34,8 @@ struct Kernels {
     void (*layer)(const Layer &, const Rows &, const void *cosines, const void *sines, const void *in, void *out);
 };
 
-extern const Kernels avx2_kernels, avx512_kernels;
+// One for each set of instructions; the last is empty where the compiler is too old for it.
+extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
 
 // Floats that live until the calling thread asks again.
 float *scratch(long count);

@@ -25,12 +25,14 @@ struct Panel {
     float *data;
     long columns, rows;
 
+    static long floats(long rows, long columns) { return rows * columns; }
     long width(long row) const { return least(GROUP, rows - row / GROUP * GROUP); }
     const float *group(long row) const { return data + row / GROUP * GROUP * columns; }
     // Where LANES columns of a row lie.
     float *at(long row, long column) const {
         return data + row / GROUP * GROUP * columns + (column / LANES * width(row) + row % GROUP) * LANES;
     }
+    void put(long row, long column, Vector value) const { store(at(row, column), value); }
 };
 
 // The lanes' sums of a tile, in whole eights.
@@ -150,8 +152,8 @@ struct Share {
 constexpr long UNIT = 48;       // outputs: a multiple of LANES, and of the matrix rows that go together
 
 // This thread's share of the outputs, bias added: out[row * stride + output].
-template <class W>
-void project(const Matrix &matrix, Share share, const Panel &panel, float *out, long stride) {
+template <class W, class Operand>
+void project(const Matrix &matrix, Share share, const Operand &panel, float *out, long stride) {
     const W *weights = static_cast<const W *>(matrix.weights), *bias = static_cast<const W *>(matrix.bias);
     product(weights + share.begin * panel.columns, share.end - share.begin, panel, out + share.begin, stride);
     if (bias != nullptr)

@@ -20,16 +20,16 @@ built = pytest.mark.skipif(native.library() is None, reason="the kernels were no
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["AVX-512", "AVX2"])
+@pytest.fixture(params=["AMX", "AVX-512", "AVX2"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each set of instructions that this CPU has."""
     library = native.library()
     assert library is not None
-    library.epdd_prefer_avx2(int(request.param == "AVX2"))
+    library.epdd_prefer(request.param.encode())
     if library.epdd_instructions().decode() != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    library.epdd_prefer_avx2(0)
+    library.epdd_prefer(b"")
 
 
 @pytest.fixture(params=[1, 2])
@@ -139,9 +139,10 @@ def test_a_layer_in_bfloat16_is_as_near_as_its_digits(checkpoint: Callable[..., 
 
 
 @built
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layers_rows_have_the_same_bits_in_any_company(checkpoint: Callable[..., str], instructions: str,
-                                                         threads: int) -> None:
-    two = Two(checkpoint("qwen3_vl"), "float32", torch.float32)
+                                                         threads: int, dtype: str) -> None:
+    two = Two(checkpoint("qwen3_vl", dtype=dtype), dtype, getattr(torch, dtype))
     two.fill(4096)
     chunks = [(1, 64 * i, 7 * i % 60) for i in range(40)] + [(1, 2600, 1400)]
     states, positions = two.states(41), [past for _, _, past in chunks]

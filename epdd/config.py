@@ -69,7 +69,8 @@ class Encoder:
 class PrefillDecode:
     workers: Workers = Workers("auto")      # likewise; auto: one without GPUs, else as placement says
     threads: int = 0
-    token_budget: int = 512                 # tokens a step may hold: bounds the gap between two tokens
+    token_budget: int = 512                 # tokens a step may hold
+    step_s: float = 0.1                     # or as many as take so long, where answers wait for them; 0: no limit
     batch_max: int = 64                     # sequences that decode together
     kv_tokens: int = 0                      # 0: as many as kv_bytes hold
     kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB; on a GPU all that is left

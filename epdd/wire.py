@@ -45,6 +45,7 @@ class WorkerSpec:
     kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
     kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
     token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
+    step_s: float = 0.0             # PD: seconds that a step with decoding sequences should take at most; 0: no limit
     batch_max: int = 64             # PD: sequences that run at once
     context_max: int = 0            # tokens; 0: what the checkpoint says
     pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there

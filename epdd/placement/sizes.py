@@ -60,7 +60,7 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     for i, seat in enumerate(pds):
         spec = _seated(common, seat, i)
         made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, seat, topology, pds),
-                            kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache,
+                            kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache, step_s=config.pd.step_s,
                             peers=memory.peers(spec.device, topology)))
     return made
 

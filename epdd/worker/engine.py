@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, WorkerFailed
 from epdd.families import Family
 from epdd.worker import attention, cuda, inputs, kv, load, native, norm, prepack
+from epdd.worker.beside import Beside
 from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
@@ -74,6 +76,7 @@ class Engine(Intake[Request]):
         self._caches = spec.prefix_cache
         self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
                                                         self._begin)
+        self._beside = Beside(spec.step_s)
         self._requests: dict[str, Request] = {}
         self._steps = 0
 
@@ -85,14 +88,17 @@ class Engine(Intake[Request]):
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def step(self) -> None:
         """Schedule, run, postprocess.  A fault of the run fails the sequences of its batch only."""
-        batch = self._scheduler.next_batch()
+        batch = self._scheduler.next_batch(self._beside.tokens)
         for request in batch.preempted:
             self._release(request)
         if not batch.chunks:
             return
         self._steps += 1
+        counts, began = [count for _, count in batch.chunks], time.monotonic()
         try:
             self._postprocess(batch, self._run(batch))
+            decoding = counts.count(1)
+            self._beside.took(decoding, sum(counts) - decoding, time.monotonic() - began)
         except Exception as error:
             for request, _ in batch.chunks:
                 if request.id in self._requests:

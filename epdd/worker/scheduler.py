@@ -86,14 +86,19 @@ class Scheduler(Generic[S]):
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def next_batch(self) -> Batch[S]:
-        """Decoding sequences first, then prefill chunks, then new sequences, within the token budget."""
+    def next_batch(self, beside: int | None = None) -> Batch[S]:
+        """Decoding sequences first, then prefill chunks, then new sequences, within the token budget.
+
+        `beside`: prompt tokens, at most, where anybody decodes.
+        """
         batch: Batch[S] = Batch()
         left = self.token_budget
         for sequence in [s for s in self.running if s.pending == 1]:
             if sequence.reserved and self._grow(sequence, batch):
                 batch.chunks.append((sequence, 1))
                 left -= 1
+        if batch.chunks and beside is not None:
+            left = min(left, beside)
         for sequence in self.running:
             if left and sequence.pending > 1:
                 left -= self._prefill(sequence, left, batch)

@@ -46,6 +46,19 @@ def test_decode_goes_first_and_prefill_fills_the_budget() -> None:
                      [("a", 1), ("b", 4), ("c", 3)]]
 
 
+def test_prompts_beside_decoding_sequences_get_less() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8)
+    for s in (sequence("a", 10, 3), sequence("b", 40, 5)):
+        scheduler.add(s)
+    steps = []
+    for beside in (4, 4, 30, 4, 4):
+        batch = scheduler.next_batch(beside)
+        steps.append(names(batch))
+        play(scheduler, batch)
+    # Nobody decodes in the first step and in the last; 30 is over the budget.
+    assert steps == [[("a", 10), ("b", 6)], [("a", 1), ("b", 4)], [("a", 1), ("b", 15)], [("b", 15)], [("b", 1)]]
+
+
 def test_what_cannot_finish_alone_is_refused() -> None:
     scheduler: Scheduler[Sequence] = Scheduler(1000, token_budget=64, batch_max=8)
     assert scheduler.capacity == 960

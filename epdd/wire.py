@@ -332,7 +332,7 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[ToWorker, bytes]]:
+    def feed(self, data: bytes | memoryview) -> list[tuple[ToWorker, bytes]]:
         """All frames that `data` completes.  Raises ProtocolError."""
         self._data += data
         frames: list[tuple[ToWorker, bytes]] = []

@@ -222,6 +222,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=100, help="handovers of each size")
     parser.add_argument("--others", type=int, default=5, help="repeats of the other ways")
+    parser.add_argument("--encodes", type=int, default=15, help="into a lease, and as many into private memory")
     parser.add_argument("--side", type=int, default=224, help="of the image that is encoded, in pixels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -234,7 +235,7 @@ def main():
                          "pickle": through(send_pickle, receive_pickle, sum(parts), args.others)}
                   for size, parts in SIZES.items()}
         tell(report, found, others)
-        into = encoding(Path(folder) / "model", args.side, args.others)
+        into = encoding(Path(folder) / "model", args.side, args.encodes)
     lease, private = map(statistics.median, into)
     report.say(f"encoding {args.side} x {args.side} pixels into a lease: {lease:.3f} s of CPU, into private "
                f"memory {private:.3f} s, ratio {lease / private:.3f} (target 1.03), medians of {len(into[0])}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,10 @@ SOURCE_BYTES = 64 << 20         # the largest image's embedding
 class End:
     """What both have in common."""
 
-    busy = False                # all is done when it is submitted
-
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping, send: Send) -> None:
         self._file, self._arena, self._send = Path(spec.model), arena, send
         self._works: dict[str, dict[str, float]] = {}
+        self._waiting: deque[Any] = deque()
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         while not self._arena.populate():       # bootstrap's own thread does so too, and nobody waits for it
@@ -40,7 +40,7 @@ class End:
 
     def submit(self, message: Any, raw: bytes) -> None:
         if message.id != REPORT:
-            self.work(message)
+            self._waiting.append(message)
             return
         self._file.write_text(json.dumps({"works": self._works, "huge_bytes": self._arena.huge_bytes}))
         self._send(wire.Cancelled(REPORT))
@@ -54,8 +54,13 @@ class End:
     def beat(self) -> wire.Beat:
         return wire.Beat(steps=len(self._works))
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
     def step(self) -> None:
-        pass
+        """One piece of work, told before the next begins, as an encoder does."""
+        self.work(self._waiting.popleft())
 
 
 class Writer(End):
@@ -78,17 +83,24 @@ class Writer(End):
 class Reader(End):
     """A prefill-decode worker that makes tensors of leases and reads them."""
 
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping, send: Send) -> None:
+        super().__init__(spec, arena, send)
+        self._private = 0           # after the work before: asking takes a part of the time that is measured
+
     def work(self, message: Any) -> None:
-        private, before = anonymous(), faults()
+        before = faults()
         tensors = [torch.frombuffer(self._arena.view(span.lease), dtype=torch.bfloat16) for span in message.spans]
+        usable = time.monotonic()
         ends = [float(tensor[at]) for tensor in tensors for at in (0, -1)]
-        usable, made = time.monotonic(), faults()
+        made = faults()
         for tensor in tensors:
             tensor.view(torch.int64).sum()
         read = time.monotonic()
+        private, self._private = self._private, anonymous()
         self._works[message.id] = {
             "usable": usable, "read_s": read - usable, "faults": made - before, "read_faults": faults() - made,
-            "private_bytes": anonymous() - private, "wrong": sum(end != mark(message.id) for end in ends)}
+            "private_bytes": self._private - private if private else 0,
+            "wrong": sum(end != mark(message.id) for end in ends)}
         self._send(wire.Done(message.id, "stop"))
 
 

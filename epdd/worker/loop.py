@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Send = Callable[[wire.FromWorker], None]
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 18
 # A daemon that reads nothing for this long a backlog is not served further until it does.
 OUT_BYTES_MAX = 8 << 20
 INTERNAL = "the worker failed on this request"
@@ -54,6 +54,7 @@ class Connection:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(False)
         self._frames = wire.FrameBuffer()
+        self._in = memoryview(bytearray(READ_BYTES))
         self._out = bytearray()
 
     @property
@@ -91,14 +92,16 @@ class Connection:
     def receive(self) -> list[tuple[wire.ToWorker, bytes]]:
         """All frames that have arrived.  Raises ProtocolError, and EOFError when the daemon has hung up."""
         frames: list[tuple[wire.ToWorker, bytes]] = []
-        while True:
+        count = READ_BYTES
+        while count == READ_BYTES:      # less was all there is
             try:
-                data = self._socket.recv(READ_BYTES)
+                count = self._socket.recv_into(self._in)
             except BlockingIOError:
                 return frames
-            if not data:
+            if not count:
                 raise EOFError
-            frames += self._frames.feed(data)
+            frames += self._frames.feed(self._in[:count])
+        return frames
 
 
 def run(connection: Connection, role: Role, beat_s: float) -> None:

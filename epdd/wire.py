@@ -8,12 +8,12 @@ Nothing here is pickled but `WorkerSpec`, once, in multiprocess's own spawn mess
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import socket
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, Union
+from typing import Generic, TypeVar, Union
 
 import msgspec
 
@@ -317,25 +317,17 @@ def _decode(decoder: msgspec.json.Decoder[T], header: bytes) -> T:
         raise ProtocolError(f"bad frame: {error}") from None
 
 
-async def read_from_worker(reader: asyncio.StreamReader) -> FromWorker:
-    """The worker's next message.  Raises asyncio.IncompleteReadError at the end of the stream."""
-    header_bytes, raw_bytes = lengths(await reader.readexactly(HEAD.size))
-    message = from_worker(await reader.readexactly(header_bytes))
-    if raw_bytes:
-        raise ProtocolError("a worker's message carries no raw bytes")
-    return message
+class FrameBuffer(Generic[T]):
+    """Cuts a byte stream into frames, (message, raw)."""
 
-
-class FrameBuffer:
-    """Cuts a byte stream into (header, raw) frames: the worker's side of the socket."""
-
-    def __init__(self) -> None:
+    def __init__(self, decode: Callable[[bytes], T]) -> None:
+        """`decode`: to_worker at the worker's end, from_worker at the daemon's."""
+        self._decode = decode
         self._data = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> list[tuple[ToWorker, bytes]]:
-        """All frames that `data` completes.  Raises ProtocolError."""
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[T, bytes]]:
+        """The frames that `data` completes, to be taken to the end.  Raises ProtocolError at the first bad one."""
         self._data += data
-        frames: list[tuple[ToWorker, bytes]] = []
         at = 0
         while len(self._data) - at >= HEAD.size:
             header, raw = lengths(bytes(self._data[at:at + HEAD.size]))
@@ -343,11 +335,9 @@ class FrameBuffer:
             if len(self._data) < end:
                 break
             body = at + HEAD.size
-            frames.append((to_worker(bytes(self._data[body:body + header])),
-                           bytes(self._data[body + header:end])))
+            yield self._decode(bytes(self._data[body:body + header])), bytes(self._data[body + header:end])
             at = end
         del self._data[:at]
-        return frames
 
 
 def content_hash(data: bytes) -> str:

@@ -21,7 +21,7 @@ import time
 from epdd.arena import Mapping
 from epdd.errors import DeviceError
 from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
-                       Loading, OpenArena, Opened, Pool, Prefilled, Ready, Tokens, pack)
+                       Loading, OpenArena, Opened, Pool, Prefilled, Ready, Tokens, pack, to_worker)
 from epdd.worker import affinity
 
 
@@ -34,7 +34,7 @@ class FakeWorker:
     def __init__(self, spec, sock, arena):
         self.spec, self.sock, self.arena = spec, sock, arena
         self.manners = json.loads(spec.model)
-        self.frames, self.todo, self.steps = FrameBuffer(), [], 0
+        self.frames, self.todo, self.steps = FrameBuffer(to_worker), [], 0
         self.pools = {}             # by arena; an encoder's own by None
 
     def say(self, message):

@@ -81,8 +81,9 @@ async def handovers(folder, huge_pages, repeats):
     size = -(-max(map(sum, SIZES.values())) // arena.HUGE) * arena.HUGE
     server, fd = ForkServer(["epdd.worker.preload", "handover_worker"]), arena.create(size)
     ends, files = {}, {role: folder / f"{role} {huge_pages}" for role in ("encoder", "pd")}
-    for role, part in (("encoder", (0, size)), ("pd", (0, 0))):
-        spec = wire.WorkerSpec(f"{role}/0", role, "cpu", (), None, 1, str(files[role]), arena_bytes=size,
+    cpus = sorted(os.sched_getaffinity(0))
+    for role, cpu, part in (("encoder", cpus[0], (0, size)), ("pd", cpus[-1], (0, 0))):     # bound apart, as placed
+        spec = wire.WorkerSpec(f"{role}/0", role, "cpu", (cpu,), None, 1, str(files[role]), arena_bytes=size,
                                arena_slice=part, huge_pages=huge_pages, beat_s=3600.0)
         ends[role] = await End.start(server, spec, fd)
     numbers = itertools.count()

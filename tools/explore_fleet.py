@@ -20,7 +20,7 @@ from explore_memory import NOBODY, Memory, touched
 from epdd.errors import ProtocolError
 from epdd.fleet import channel
 from epdd.wire import (Binding, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
-                       Generate, Lease, OpenArena, Prefilled, Ready, Tokens, WorkerSpec)
+                       Generate, Lease, OpenArena, Prefilled, Ready, Tokens, WorkerSpec, to_worker)
 
 EXIT_KILLED = -9
 GARBAGE = object()          # what breaks the wire format
@@ -62,7 +62,7 @@ class Process:
         self._memory = memory
         self._manners = manners
         self._died = died
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer(to_worker)
         self.inbox: deque[tuple[Any, bytes]] = deque()
         self.outbox: deque[Any] = deque()
         self.code: int | None = None

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import EpddError, ProtocolError
-from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FromWorker, Generate,
-                       Loading, OpenArena, Opened, Prefilled, Ready, Tokens, pack, read_from_worker)
+from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
+                       Generate, Loading, OpenArena, Opened, Prefilled, Ready, Tokens, from_worker, pack)
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +83,36 @@ def _ignore(event: Event) -> None:
     pass
 
 
+class _Reading(asyncio.Protocol):
+    """Takes a worker's messages as their bytes come, without a task between."""
+
+    def __init__(self, take: Callable[[FromWorker], None], ended: asyncio.Future[None]) -> None:
+        """`ended` is done at the end of the stream, or has the error that ended the reading: then no more is taken."""
+        self._take, self.ended = take, ended
+        self._frames = FrameBuffer(from_worker)
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            for message, raw in self._frames.feed(data):
+                if raw:
+                    raise ProtocolError("a worker's message carries no raw bytes")
+                self._take(message)
+        except Exception as error:
+            self.ended.set_exception(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
 class Channel:
     """Frames to and from one worker process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.Transport | None = None
         self.works: dict[str, Work] = {}
         self.last_heard = time.monotonic()
         self._failed: EpddError | None = None
@@ -98,14 +122,17 @@ class Channel:
 
         Returns at end of stream; raises ProtocolError on a malformed or unexpected message.
         """
-        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        def take(message: FromWorker) -> None:
+            self.last_heard = time.monotonic()
+            self._sort(message, on_message)
+
+        loop = asyncio.get_running_loop()
+        reading = _Reading(take, loop.create_future())
+        self._transport, _ = await loop.create_connection(lambda: reading, sock=self._sock)
         try:
-            while True:
-                message = await read_from_worker(reader)
-                self.last_heard = time.monotonic()
-                self._sort(message, on_message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
+            await reading.ended
+        finally:
+            reading.ended.cancel()
 
     def _sort(self, message: FromWorker, on_message: Callable[[Report], None]) -> None:
         if isinstance(message, (Loading, Ready, Beat, Opened)) or (isinstance(message, Failed) and not message.id):
@@ -139,8 +166,8 @@ class Channel:
         self._write(pack(message))
 
     def _write(self, frame: bytes) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
 
     @property
     def in_flight_cost(self) -> int:
@@ -153,8 +180,8 @@ class Channel:
 
     def close(self) -> None:
         """Hang up: a living worker takes it as the order to exit."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
         else:
             self._sock.close()
 

@@ -53,7 +53,7 @@ class Connection:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(False)
-        self._frames = wire.FrameBuffer()
+        self._frames = wire.FrameBuffer(wire.to_worker)
         self._in = memoryview(bytearray(READ_BYTES))
         self._out = bytearray()
 

@@ -25,7 +25,7 @@ import msgspec
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
-from epdd.worker import readahead
+from epdd.worker import allocator, readahead
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
-        loop.run(connection, role, spec.beat_s)
+        loop.run(connection, role, spec.beat_s, allocator.give_back)
     except ConnectionError:
         return      # the daemon is gone
     except Exception as error:
@@ -123,6 +123,7 @@ def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+    allocator.keep()
 
 
 def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:

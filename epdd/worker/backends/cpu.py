@@ -18,7 +18,7 @@ from epdd.worker.tower import Tower
 ERROR_MAX = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 COSINE_MIN = 0.99       # int8: below it answers change visibly
 INT8_MAX = 127.0
-GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
+GELU_TANH, SILU = type(ACT2FN["gelu_pytorch_tanh"]), type(ACT2FN["silu"])
 
 
 class Plain:
@@ -38,7 +38,7 @@ class Plain:
 
 
 class Prepacked(Plain):
-    """Weights in oneDNN's own layout, GELU computed where the product leaves its result."""
+    """Weights in oneDNN's own layout, activations computed where the product leaves its result."""
 
     name = "prepacked"
 
@@ -50,7 +50,7 @@ class Prepacked(Plain):
         if not any(isinstance(part, prepack.PackedLinear) for part in tower.module.modules()):
             raise RuntimeError("this torch has no prepacked products")
         for block in tower.module.blocks:
-            _fuse_gelu(block.mlp)
+            block.mlp = _fused(block.mlp)
         return tower
 
 
@@ -122,20 +122,37 @@ class Int8Linear(nn.Module):  # type: ignore[misc]
         return made.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
-class PackedGelu(nn.Module):  # type: ignore[misc]
-    """A prepacked product with GELU (tanh form) at its end, computed while the result is in the cache."""
+class PackedActivation(nn.Module):  # type: ignore[misc]
+    """A prepacked product with an activation at its end, computed while the result is in the cache."""
 
-    def __init__(self, packed: prepack.PackedLinear) -> None:
+    def __init__(self, packed: prepack.PackedLinear, name: str, algorithm: str = "") -> None:
+        """`name` and `algorithm` are torch's words for it."""
         super().__init__()
         self._weight, self._bias = packed._packed, packed.bias
+        self._name, self._algorithm = name, algorithm
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "tanh")
+        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, self._name, [], self._algorithm)
 
 
-def _fuse_gelu(mlp: Any) -> None:
-    """Exchange Qwen3-VL's first product and its GELU for one; other families' activations oneDNN does not end with."""
-    first = getattr(mlp, "linear_fc1", None)
-    if isinstance(first, prepack.PackedLinear) and isinstance(mlp.act_fn, GELU_TANH):
-        mlp.linear_fc1, mlp.act_fn = PackedGelu(first), nn.Identity()
+class SwiGLU(nn.Module):  # type: ignore[misc]
+    """Qwen2.5-VL's feed-forward part, the gate's SiLU ending its product."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = PackedActivation(mlp.gate_proj, "swish"), mlp.up_proj, mlp.down_proj
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same shape."""
+        return self.down(self.gate(rows).mul_(self.up(rows)))
+
+
+def _fused(mlp: Any) -> nn.Module:
+    """A block's feed-forward part with its activation inside a product, where it is one that oneDNN knows."""
+    packed = prepack.PackedLinear
+    if isinstance(getattr(mlp, "linear_fc1", None), packed) and isinstance(mlp.act_fn, GELU_TANH):
+        mlp.linear_fc1, mlp.act_fn = PackedActivation(mlp.linear_fc1, "gelu", "tanh"), nn.Identity()
+    elif isinstance(getattr(mlp, "gate_proj", None), packed) and isinstance(mlp.act_fn, SILU):
+        return SwiGLU(mlp)
+    return mlp

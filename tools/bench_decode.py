@@ -36,7 +36,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList
 
 from epdd import wire
-from epdd.worker import engine, native
+from epdd.worker import engine, native, vml
 from epdd.worker.native import layer
 
 CONTESTANTS = ("epdd", "epdd without kernels", "transformers")
@@ -73,6 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.clock == "cpu" and args.threads != 1:
         parser.error("--clock cpu counts one thread: it needs --threads 1")
+    vml.settle()
     torch.set_num_threads(args.threads)
     report = Report(args.out)
     panels = []

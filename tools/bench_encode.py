@@ -36,7 +36,7 @@ from torch import nn
 from towers import MODELS, build, family_of, jpeg, module_class, tower_config
 
 from epdd import families
-from epdd.worker import allocator, preprocess
+from epdd.worker import allocator, preprocess, vml
 from epdd.worker.backends import cosine, cpu, relative_error
 from epdd.worker.prepack import PackedLinear
 from epdd.worker.tower import Tower
@@ -227,6 +227,7 @@ def main():
                              "OMP_WAIT_POLICY=passive, or threads that wait for each other count as working")
     parser.add_argument("--out", type=Path, help="folder for numbers and plots")
     args = parser.parse_args()
+    vml.settle()
     torch.set_num_threads(args.threads)
     torch.set_num_interop_threads(1)
     if args.cpu_time:

@@ -80,9 +80,10 @@ def serve(workers, arena_fd, binding):
     import torch
 
     from epdd.arena import Mapping
-    from epdd.worker import encoder, engine, loop
+    from epdd.worker import encoder, engine, loop, vml
 
     roles = {"encoder": encoder.Encoder, "pd": engine.Engine}
+    vml.settle()
     torch.set_num_threads(binding.threads)
     torch.set_num_interop_threads(1)
     mapping = Mapping(arena_fd, workers[0][0].arena_bytes)

@@ -122,6 +122,7 @@ def role_of(spec: wire.WorkerSpec) -> Any:
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
+    importlib.import_module("epdd.worker.vml").settle()
     torch.set_num_interop_threads(1)
     allocator.keep()
 

@@ -1,4 +1,4 @@
-"""Memory that malloc was told to keep, seen from outside; in a process of its own, for the switches hold for all of it."""
+"""Memory that malloc was told to keep; in a process of its own, for the switches hold for all of it."""
 
 from __future__ import annotations
 

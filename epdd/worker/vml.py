@@ -2,7 +2,7 @@
 
 torch computes cosines and the like by them.  MKL chooses a function's code at its first call, and where two threads make
 that call together one of them may run code of a few digits for its part of the tensor (pytorch issue 188792): errors of
-1e-4, in a table that an encoder then keeps for as long as it lives.
+1e-4, in a table that an encoder then keeps as long as it lives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MKL's vector functions, each called once before threads share one.
 
-torch computes cosines and the like by them.  MKL chooses a function's code at its first call, and where two threads make
-that call together one of them may run code of a few digits for its part of the tensor (pytorch issue 188792): errors of
-1e-4, in a table that an encoder then keeps as long as it lives.
+torch computes cosines and the like by them.  MKL chooses a function's code at its first call, and where two threads
+make that call together one of them may run code of a few digits for its part of the tensor (pytorch issue 188792):
+errors of 1e-4, in a table that an encoder then keeps as long as it lives.
 """
 
 from __future__ import annotations

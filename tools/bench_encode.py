@@ -11,13 +11,9 @@ that the products alone would take, each at the rate of its own shape, measured 
 linear layers as plain or prepacked product, whichever is faster; attention's two products in blocks of 256 x 512, which
 stay in the cache.  `all linear` takes attention's FLOPs at the linear layers' mean rate instead, which nothing reaches:
 a softmax lies between its products.  Times are medians over the rounds.
-
-epdd and the products run with freed memory kept, as in its workers; transformers with what glibc's malloc comes to by
-itself.
 """
 
 import argparse
-import ctypes
 import gc
 import io
 import math
@@ -36,13 +32,12 @@ from torch import nn
 from towers import MODELS, build, family_of, jpeg, module_class, tower_config
 
 from epdd import families
-from epdd.worker import allocator, preprocess, vml
+from epdd.worker import preprocess, vml
 from epdd.worker.backends import cosine, cpu, relative_error
 from epdd.worker.prepack import PackedLinear
 from epdd.worker.tower import Tower
 
 CLOCK = [time.perf_counter]
-M_MMAP_THRESHOLD = -3   # malloc.h
 TILE = (256, 512)       # queries and keys whose scores stay in a core's second cache
 
 
@@ -80,18 +75,6 @@ def products(module, tower, grids):
         segments = tables["cu_seqlens" if i in full else "cu_window_seqlens"]
         attention += sum(4 * length ** 2 * module.config.hidden_size for length in segments.lengths)
     return [(times, *shape) for shape, times in counts.items()], attention
-
-
-def malloc_as(ours):
-    """Let glibc keep freed memory as epdd's workers do, or as it does after it has seen some large buffers freed."""
-    if ours:
-        allocator.keep()
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(allocator.M_TRIM_THRESHOLD, 64 << 20)
-    mallopt(allocator.M_MMAP_MAX, 1 << 16)
-    allocator.give_back()
 
 
 class Limit:
@@ -164,13 +147,11 @@ class Case:
         for i in range(self.rounds + 1):
             if i == 1:
                 times = Times()         # the first round warms up
-            malloc_as(ours=True)
             self.limit.take(times)
             patches = times.take("our pixels", self.our_patches)
             ours = times.take("our tower", lambda: self.run(patches, self.grids))
             if int8 is not None:
                 times.take("int8 tower", lambda: int8(patches, self.grids))
-            malloc_as(ours=False)
             pixels, grid = times.take("their pixels", self.their_pixels)
             out = times.take("their tower", lambda: self.theirs(pixels, grid_thw=grid, return_dict=True))
         assert grid.tolist() == [list(g) for g in self.grids]

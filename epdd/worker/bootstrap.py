@@ -25,7 +25,7 @@ import msgspec
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
-from epdd.worker import allocator, readahead
+from epdd.worker import readahead
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
-        loop.run(connection, role, spec.beat_s, allocator.give_back)
+        loop.run(connection, role, spec.beat_s)
     except ConnectionError:
         return      # the daemon is gone
     except Exception as error:
@@ -109,7 +109,6 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
-    allocator.give_back()       # loading and trials took more than serving will
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
 
@@ -125,7 +124,6 @@ def _set_up_torch(threads: int) -> None:
     torch.set_num_threads(threads)
     importlib.import_module("epdd.worker.vml").settle()
     torch.set_num_interop_threads(1)
-    allocator.keep()
 
 
 def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callable[[float], None]) -> Any:

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 Send = Callable[[wire.FromWorker], None]
 
 READ_BYTES = 1 << 18
-IDLE_S = 10.0           # after so long without work a worker gives back the memory that it keeps for the next
 # A daemon that reads nothing for this long a backlog is not served further until it does.
 OUT_BYTES_MAX = 8 << 20
 INTERNAL = "the worker failed on this request"
@@ -105,13 +104,9 @@ class Connection:
         return frames
 
 
-def run(connection: Connection, role: Role, beat_s: float, when_idle: Callable[[], None] = lambda: None) -> None:
-    """Serve until the daemon hangs up; `when_idle` is called once in each longer pause.
-
-    Raises ProtocolError, after which the worker must be replaced.
-    """
-    next_beat = last_busy = time.monotonic()
-    rested = False
+def run(connection: Connection, role: Role, beat_s: float) -> None:
+    """Serve until the daemon hangs up.  Raises ProtocolError, after which the worker must be replaced."""
+    next_beat = time.monotonic()
     while True:
         try:
             frames = connection.receive()
@@ -124,11 +119,7 @@ def run(connection: Connection, role: Role, beat_s: float, when_idle: Callable[[
                 role.submit(message, raw)
         if role.busy and not connection.congested:
             role.step()
-            last_busy, rested = time.monotonic(), False
         now = time.monotonic()
-        if now - last_busy >= IDLE_S and not rested and not role.busy:
-            when_idle()
-            rested = True
         if now >= next_beat:
             connection.send(role.beat())
             next_beat = now + beat_s

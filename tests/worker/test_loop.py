@@ -51,19 +51,15 @@ class Served:
         connection = loop.Connection(theirs.detach())
         self.role = Echo(connection.send)
         self.error: Exception | None = None
-        self.rests = 0
         self.thread = threading.Thread(target=self._run, args=(connection, beat_s), daemon=True)
         self.thread.start()
         self._data = b""
 
     def _run(self, connection: loop.Connection, beat_s: float) -> None:
         try:
-            loop.run(connection, self.role, beat_s, self._rest)
+            loop.run(connection, self.role, beat_s)
         except Exception as error:
             self.error = error
-
-    def _rest(self) -> None:
-        self.rests += 1
 
     def send(self, message: wire.ToWorker, raw: bytes = b"") -> None:
         self.socket.sendall(wire.pack(message, raw))
@@ -112,25 +108,6 @@ def test_frames_may_come_in_pieces(served: Served) -> None:
     for byte in wire.pack(generate("a"), b"xyz"):
         served.socket.sendall(bytes([byte]))
     assert served.read() == wire.Tokens("a", (0, 1, 2))
-
-
-def test_a_longer_pause_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "IDLE_S", 0.1)
-    served = Served(beat_s=0.01)
-
-    def beats(count: int) -> None:
-        while count:
-            count -= isinstance(served.read(), wire.Beat)
-
-    for pauses in (1, 2):
-        deadline = time.monotonic() + 5
-        while served.rests < pauses and time.monotonic() < deadline:
-            beats(1)
-        beats(30)
-        assert served.rests == pauses
-        served.send(generate(str(pauses)), b"x")
-    served.socket.close()
-    served.thread.join(5)
 
 
 def test_beats_come_while_idle_and_while_busy() -> None:

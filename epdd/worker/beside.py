@@ -20,23 +20,21 @@ class Beside:
     def __init__(self, step_s: float) -> None:
         """`step_s`: seconds that a step with decoding sequences should take at most; 0: no limit."""
         self._step_s = step_s
-        self._decode_s = 0.0        # of a step that only decodes
-        self._token_s = 0.0         # more for a prompt token
-        self._known = False         # whether steps with prompt tokens were seen
+        self._decode_s = 0.0        # of a step that only decodes; 0: none was seen
+        self._token_s = 0.0         # more for a prompt token, likewise
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
         """A step was computed, of so many decoding sequences and prompt tokens."""
         if not prompt:
-            self._decode_s = _moved(self._decode_s, seconds) if self._decode_s else seconds
+            self._decode_s = _moved(self._decode_s, seconds)
             return
         token_s = max(seconds - (self._decode_s if decoding else 0.0), 0.0) / prompt
-        self._token_s = _moved(self._token_s, token_s) if self._known else token_s
-        self._known = True
+        self._token_s = _moved(self._token_s, token_s)
 
     @property
     def tokens(self) -> int | None:
         """Prompt tokens that the next step may hold if anybody decodes; None: as many as there are."""
-        if not (self._step_s and self._known and self._token_s):
+        if not (self._step_s and self._token_s):
             return None
         room = max(self._step_s, SHARE * self._decode_s) - self._decode_s
         return max(LEAST, math.floor(room / self._token_s))

@@ -10,7 +10,9 @@ FLOPs: 2 x rows x in x out of each linear layer, 4 x length^2 x width of each at
 that the products alone would take, each at the rate of its own shape, measured in the same rounds as everything else:
 linear layers as plain or prepacked product, whichever is faster; attention's two products in blocks of 256 x 512, which
 stay in the cache.  `all linear` takes attention's FLOPs at the linear layers' mean rate instead, which nothing reaches:
-a softmax lies between its products.  Times are medians over the rounds.
+a softmax lies between its products.  The limit is that of torch's float32 products; the backend that makes float32
+products of bfloat16 ones by AMX may pass it, and its share of its own products, all linear, is told beside it.  Times
+are medians over the rounds.
 """
 
 import argparse
@@ -33,7 +35,8 @@ from towers import MODELS, build, family_of, jpeg, module_class, tower_config
 
 from epdd import families
 from epdd.worker import preprocess, vml
-from epdd.worker.backends import cosine, cpu, relative_error
+from epdd.worker.backends import amx, cosine, cpu, relative_error
+from epdd.worker.native import many
 from epdd.worker.prepack import PackedLinear
 from epdd.worker.tower import Tower
 
@@ -86,6 +89,7 @@ class Limit:
         self._pairs = {shape: (torch.randn(shape[0], shape[1]), nn.Linear(shape[1], shape[2]))
                        for shape in {item[1:] for item in self.linear}}
         self._packed = {shape: PackedLinear(linear) for shape, (_, linear) in self._pairs.items()}
+        self._split = {} if many.missing() else {shape: many.Linear(linear) for shape, (_, linear) in self._pairs.items()}
         tables = tower._tables(tuple(grids))
         longest = tables["cu_seqlens"].longest
         rows, columns = (min(side, longest) for side in TILE)
@@ -100,6 +104,8 @@ class Limit:
         for shape, (rows, linear) in self._pairs.items():
             times.take(("plain", shape), lambda: linear(rows))
             times.take(("packed", shape), lambda: self._packed[shape](rows))
+            if self._split:
+                times.take(("split", shape), lambda: self._split[shape](rows))
         for _ in range(4):
             times.take("scores", lambda: torch.bmm(self._query, self._key.transpose(1, 2)))
             times.take("values", lambda: torch.bmm(self._scores, self._value))
@@ -109,8 +115,14 @@ class Limit:
         linear = sum(count * min(times.median(("plain", tuple(shape))), times.median(("packed", tuple(shape))))
                      for count, *shape in self.linear)
         tile = times.median("scores") + times.median("values")
-        return (linear + self.attention_flops / self._tile_flops * tile,
-                linear * (1 + self.attention_flops / self.linear_flops))
+        return linear + self.attention_flops / self._tile_flops * tile, self._all_linear(linear)
+
+    def seconds_split(self, times):
+        """All at the mean rate of the linear layers by AMX."""
+        return self._all_linear(sum(count * times.median(("split", tuple(shape))) for count, *shape in self.linear))
+
+    def _all_linear(self, linear):
+        return linear * (1 + self.attention_flops / self.linear_flops)
 
 
 class Case:
@@ -128,8 +140,12 @@ class Case:
         self.processor.patch_size, self.processor.merge_size = self.family.patch, 2
         self.processor.size = transformers.image_utils.SizeDict(shortest_edge=self.family.min_pixels,
                                                                 longest_edge=self.family.max_pixels)
-        self.run = cpu.Prepacked().prepare(Tower(lambda: build(model, layers), self.family))
-        self.limit = Limit(self.theirs, self.run, self.grids)
+        self.runs = {}
+        for backend in (cpu.Prepacked(), amx.Amx()):
+            tower = Tower(lambda: build(model, layers), self.family)
+            if not backend.missing(tower):
+                self.runs[backend.name] = backend.prepare(tower)
+        self.limit = Limit(self.theirs, self.runs["prepacked"], self.grids)
 
     def their_pixels(self):
         images = [Image.open(io.BytesIO(file)).convert("RGB") for file in self.files]
@@ -142,23 +158,29 @@ class Case:
 
     @torch.inference_mode()
     def measure(self, int8=None):
-        """Medians and what follows from them."""
-        times = Times()
+        """Medians and what follows from them, of each backend."""
+        times, planes = Times(), {}
         for i in range(self.rounds + 1):
             if i == 1:
                 times = Times()         # the first round warms up
             self.limit.take(times)
             patches = times.take("our pixels", self.our_patches)
-            ours = times.take("our tower", lambda: self.run(patches, self.grids))
+            for name, run in self.runs.items():
+                planes[name] = times.take(name, lambda: run(patches, self.grids))
             if int8 is not None:
-                times.take("int8 tower", lambda: int8(patches, self.grids))
+                times.take("int8", lambda: int8(patches, self.grids))
             pixels, grid = times.take("their pixels", self.their_pixels)
             out = times.take("their tower", lambda: self.theirs(pixels, grid_thw=grid, return_dict=True))
         assert grid.tolist() == [list(g) for g in self.grids]
         theirs = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        return [{"backend": name, **self.row(name, times, relative_error(planes[name], theirs)),
+                 "int8_ratio": times.median(name) / times.median("int8") if int8 is not None else None}
+                for name in self.runs]
+
+    def row(self, name, times, error):
         shapes, linear = self.limit.seconds(times)
         scale = self.whole_flops() / (self.limit.linear_flops + self.limit.attention_flops)
-        tower, reference = times.median("our tower"), times.median("their tower")
+        tower, reference = times.median(name), times.median("their tower")
         ours_whole, theirs_whole = (times.median(f"{who} pixels") + scale * seconds
                                     for who, seconds in (("our", tower), ("their", reference)))
         return {
@@ -166,11 +188,10 @@ class Case:
             "tflop_whole": self.whole_flops() / 1e12, "gflops_linear": self.limit.linear_flops / 1e9 / (
                 linear / (1 + self.limit.attention_flops / self.limit.linear_flops)),
             "tower_s": scale * tower, "share": shapes / tower, "share_all_linear": linear / tower,
+            "share_own": self.limit.seconds_split(times) / tower if name == "amx" else linear / tower,
             "share_transformers": shapes / reference, "tower_ratio": reference / tower,
             "pixels_s": times.median("our pixels"), "pixels_share": times.median("our pixels") / (scale * tower),
-            "their_pixels_s": times.median("their pixels"), "jpeg_ratio": theirs_whole / ours_whole,
-            "error": relative_error(ours, theirs),
-            "int8_ratio": tower / times.median("int8 tower") if int8 is not None else None,
+            "their_pixels_s": times.median("their pixels"), "jpeg_ratio": theirs_whole / ours_whole, "error": error,
             "seconds": {str(name): values for name, values in times.seconds.items()},
         }
 
@@ -179,7 +200,7 @@ class Case:
         depth = MODELS[self.model][1]["depth"]
         with torch.device("meta"):
             module = module_class(self.model)(tower_config(self.model, depth))
-        linear, attention = products(module, self.run, self.grids)
+        linear, attention = products(module, self.runs["prepacked"], self.grids)
         return sum(2 * times * n * i * o for times, n, i, o in linear) + attention
 
 
@@ -227,13 +248,13 @@ def main():
             if name == "448":
                 int8 = cpu.Int8().prepare(Tower(lambda: build(model, layers), case.family))
             rows[model, name] = case.measure(int8)
-            tell(report, model, name, rows[model, name])
+            tell(report, model, name, rows[model, name][0])
             del case, int8
             gc.collect()
     cosines = {model: int8_cosine(model, MODELS[model][1]["depth"]) for model in args.model or MODELS
                if "cosine" in (args.case or ("cosine",))}
     summary(report, rows, cosines)
-    report.close(rows=[{"model": model, "case": name, **row} for (model, name), row in rows.items()], cosines=cosines,
+    report.close(rows=[{"model": model, "case": name, **row} for (model, name), of in rows.items() for row in of], cosines=cosines,
                  threads=args.threads)
 
 
@@ -248,17 +269,20 @@ def summary(report, rows, cosines):
         report.say(f"{model}: int8 in all layers at 448 x 448, cosine {value:.5f} (worst plane, random weights)")
     if not rows:
         return
-    header = ["model, images", "share of limit", "all linear", "transformers'", "tower ratio", "JPEG ratio",
+    header = ["model, images, backend", "share of limit", "all linear", "own products", "transformers'", "tower ratio", "JPEG ratio",
               "pixels ms (theirs)", "pixels %", "error", "int8 ratio"]
     report.table("epdd's tower against its products' limit and transformers (PIL processor, sdpa)", header, [
-        [f"{model} {name}", row["share"], row["share_all_linear"], row["share_transformers"], row["tower_ratio"],
+        [f"{model} {name} {row['backend']}", row["share"], row["share_all_linear"], row["share_own"],
+         row["share_transformers"], row["tower_ratio"],
          row["jpeg_ratio"], (1e3 * row["pixels_s"], 1e3 * row["their_pixels_s"]), 1e2 * row["pixels_share"],
-         f"{row['error']:.1e}", row["int8_ratio"]] for (model, name), row in rows.items()])
+         f"{row['error']:.1e}", row["int8_ratio"]] for (model, name), of in rows.items() for row in of])
     names = sorted({name for _, name in rows}, key=["8x224", "448", "1080p"].index)
-    report.plot("encode", "Share of the limit of the tower's own products", "images: " + ", ".join(names), [
+    report.plot("encode", "Share of the limit of torch's float32 products", "images: " + ", ".join(names), [
         Panel(model, "share", {
-            label: [(names.index(name), row[key]) for (of, name), row in rows.items() if of == model]
-            for label, key in (("epdd", "share"), ("transformers", "share_transformers"))})
+            label: [(names.index(name), row[key]) for (of, name), found in rows.items() if of == model
+                    for row in found if row["backend"] == backend]
+            for label, backend, key in (*((f"epdd, {backend}", backend, "share") for backend in ("prepacked", "amx")),
+                                        ("transformers", "prepacked", "share_transformers"))})
         for model in dict.fromkeys(model for model, _ in rows)])
 
 

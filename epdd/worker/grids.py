@@ -5,6 +5,7 @@ transformers computes all this in each forward, with loops over images and, on a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,11 @@ class Segments:
     lengths: tuple[int, ...]
     bounds: torch.Tensor                        # int32 [segments + 1], on the tower's device
     runs: tuple[tuple[int, int, int], ...]      # (start, length, count): neighbours of equal length together
+
+    @functools.cached_property
+    def lengths_tensor(self) -> torch.Tensor:
+        """The lengths, int64 on the CPU."""
+        return torch.tensor(self.lengths)
 
     @property
     def longest(self) -> int:

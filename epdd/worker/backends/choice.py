@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from epdd import wire
-from epdd.worker.backends import Backend, Planes, Run, cpu, cuda, remembered
+from epdd.worker.backends import Backend, Planes, Run, amx, cpu, cuda, remembered
 from epdd.worker.grids import Grid
 from epdd.worker.tower import Tower
 
@@ -42,7 +42,7 @@ def candidates(device: torch.device, quantize: str) -> list[Backend]:
     """What may be measured for a device, plain torch first: the others are held against it."""
     if device.type != "cpu":
         return [cpu.Plain(), cuda.Flash(), cuda.VarlenAttention()]
-    return [cpu.Plain(), cpu.Prepacked(), cpu.Ipex(), *([cpu.Int8()] if quantize == "int8" else [])]
+    return [cpu.Plain(), cpu.Prepacked(), amx.Amx(), cpu.Ipex(), *([cpu.Int8()] if quantize == "int8" else [])]
 
 
 def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,

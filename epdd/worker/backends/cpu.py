@@ -139,9 +139,10 @@ class PackedActivation(nn.Module):  # type: ignore[misc]
 class SwiGLU(nn.Module):  # type: ignore[misc]
     """Qwen2.5-VL's feed-forward part, the gate's SiLU ending its product."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        """`gate` ends with SiLU."""
         super().__init__()
-        self.gate, self.up, self.down = PackedActivation(mlp.gate_proj, "swish"), mlp.up_proj, mlp.down_proj
+        self.gate, self.up, self.down = gate, up, down
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same shape."""
@@ -154,5 +155,5 @@ def _fused(mlp: Any) -> nn.Module:
     if isinstance(getattr(mlp, "linear_fc1", None), packed) and isinstance(mlp.act_fn, GELU_TANH):
         mlp.linear_fc1, mlp.act_fn = PackedActivation(mlp.linear_fc1, "gelu", "tanh"), nn.Identity()
     elif isinstance(getattr(mlp, "gate_proj", None), packed) and isinstance(mlp.act_fn, SILU):
-        return SwiGLU(mlp)
+        return SwiGLU(PackedActivation(mlp.gate_proj, "swish"), mlp.up_proj, mlp.down_proj)
     return mlp

@@ -77,6 +77,8 @@ def library() -> ctypes.CDLL | None:
     found.epdd_prefer.argtypes = [ctypes.c_char_p]
     found.epdd_linear.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
     found.epdd_layer.argtypes = [ctypes.c_void_p] * 6
+    found.epdd_gemm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
+    found.epdd_flash.argtypes = [ctypes.c_void_p]
     return found if found.epdd_instructions() else None
 
 

@@ -1,12 +1,9 @@
 // A whole decoder layer for few rows in one parallel region, and a single product.
 #pragma once
 
-// Only declarations are taken from here: the runtime is the one torch has loaded, so both use the same threads.
-#include <omp.h>
-
 #include "attention.h"
 #ifdef AMX
-#include "tiles.h"
+#include "flash.h"
 #endif
 
 namespace {
@@ -16,13 +13,6 @@ template <class W> struct OperandOf { typedef Panel Type; };
 #ifdef AMX
 template <> struct OperandOf<bfloat16> { typedef Pairs Type; };
 #endif
-
-// A thread among those of a parallel region.
-struct Member {
-    long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-
-    Share of(long count, long unit = 1) const { return Share(count, unit, thread, threads); }
-};
 
 // Hands out scratch memory; without any, counts what is needed.
 struct Memory {
@@ -275,6 +265,17 @@ void any_layer(const Layer &layer, const Rows &rows, const void *cosines, const 
     (layer.half_weights ? layer_of<bfloat16> : layer_of<float>)(layer, rows, cosines, sines, in, out);
 }
 
+#ifdef AMX
+bool gemm(const Matrix &matrix, const float *in, float *out, long rows, Activation activation) {
+    return Gemm(matrix, in, out, rows, activation).run();
 }
 
-extern const Kernels KERNELS = {any_linear, any_layer};
+bool flash(const Heads &heads) { return Flash(heads).run(); }
+#else
+constexpr bool (*gemm)(const Matrix &, const float *, float *, long, Activation) = nullptr;
+constexpr bool (*flash)(const Heads &) = nullptr;
+#endif
+
+}
+
+extern const Kernels KERNELS = {any_linear, any_layer, gemm, flash};

@@ -3,6 +3,7 @@
 #include <cpuid.h>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -57,6 +58,21 @@ float *scratch(long count) {
     return held;
 }
 
+float *large_scratch(long count) {
+    static thread_local float *held = nullptr;
+    static thread_local long size = 0;
+    constexpr long HUGE = 2 << 20;      // bytes of a huge page: these are read and written from end to end
+    if (count > size) {
+        free(held);
+        const long bytes = (count * long(sizeof(float)) + HUGE - 1) / HUGE * HUGE;
+        held = static_cast<float *>(aligned_alloc(HUGE, bytes));
+        size = held == nullptr ? 0 : bytes / long(sizeof(float));
+        if (held != nullptr)
+            madvise(held, bytes, MADV_HUGEPAGE);
+    }
+    return held;
+}
+
 extern "C" {
 
 // The instruction set in use, or an empty string where the CPU has none of them.
@@ -80,5 +96,16 @@ void epdd_layer(const Layer *layer, const Rows *rows, const void *cosines, const
                 void *out) {
     chosen->kernels->layer(*layer, *rows, cosines, sines, in, out);
 }
+
+// Whether there are kernels for many rows of float32.
+int epdd_has_gemm() { return chosen->kernels != nullptr && chosen->kernels->gemm != nullptr; }
+
+// out [rows, outputs] = activation(in [rows, inputs] x weights^T + bias), all float32; 0 where there is no memory for it.
+int epdd_gemm(const Matrix *matrix, const float *in, float *out, long rows, int activation) {
+    return chosen->kernels->gemm(*matrix, in, out, rows, Activation(activation));
+}
+
+// Attention within segments; 0 where there is no memory for it.
+int epdd_flash(const Heads *heads) { return chosen->kernels->flash(*heads); }
 
 }

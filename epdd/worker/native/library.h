@@ -29,9 +29,25 @@ struct Rows {
     const long *starts, *lengths;   // the rows of the pool it attends to, its own the last
 };
 
+enum Activation : int { NONE, GELU_TANH, SILU };
+
+// Attention's operands, all float32: rows of `count` heads of `size` elements, `*_stride` apart, and segments of
+// `lengths` rows, one after another, within which each row attends to all.
+struct Heads {
+    const float *queries, *keys, *values;
+    float *out;                                 // [rows, count, size]
+    long query_stride, key_stride, value_stride;
+    long count, size, segments;
+    const long *lengths;
+    float scaling;
+};
+
 struct Kernels {
     void (*linear)(const Matrix &, bool half, const void *in, float *out, long rows);
     void (*layer)(const Layer &, const Rows &, const void *cosines, const void *sines, const void *in, void *out);
+    // For many rows of float32; null where torch does as well.  Whether there was memory for it.
+    bool (*gemm)(const Matrix &, const float *in, float *out, long rows, Activation);
+    bool (*flash)(const Heads &);
 };
 
 // One for each set of instructions; the last is empty where the compiler is too old for it.
@@ -39,3 +55,5 @@ extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
 
 // Floats that live until the calling thread asks again.
 float *scratch(long count);
+// The same of another memory, of many megabytes; null where there is none.
+float *large_scratch(long count);

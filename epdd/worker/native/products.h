@@ -4,6 +4,9 @@
 // do not depend on the number of rows, nor on which thread computes them.
 #pragma once
 
+// Only declarations are taken from here: the runtime is the one torch has loaded, so both use the same threads.
+#include <omp.h>
+
 #include "vectors.h"
 
 namespace {
@@ -147,6 +150,13 @@ struct Share {
         begin = least(count, units * thread / threads * unit);
         end = least(count, units * (thread + 1) / threads * unit);
     }
+};
+
+// A thread among those of a parallel region.
+struct Member {
+    long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+
+    Share of(long count, long unit = 1) const { return Share(count, unit, thread, threads); }
 };
 
 constexpr long UNIT = 48;       // outputs: a multiple of LANES, and of the matrix rows that go together

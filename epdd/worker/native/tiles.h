@@ -37,25 +37,38 @@ struct Pairs {
     }
 };
 
-// The tile registers: four of sums, the matrix and the activations, and both where fewer than DEPTH columns are left.
+// What ldtilecfg reads: the shapes of the tile registers.
 struct alignas(64) TileShapes {
     unsigned char palette = 1, start_row = 0, reserved[14] = {};
     unsigned short bytes[16] = {};
     unsigned char rows[16] = {};
 
-    explicit TileShapes(long width) {
-        for (int sums = 0; sums < 4; sums++)
-            set(sums, TILE, width * 4);
-        set(4, TILE, DEPTH * 2);
-        set(5, DEPTH / 2, width * 4);
-        set(6, TILE, DEPTH);
-        set(7, DEPTH / 4, width * 4);
-    }
     void set(int tile, long count, long row_bytes) {
         rows[tile] = count;
         bytes[tile] = row_bytes;
     }
 };
+
+// The tile registers in these shapes, until the end of the block it is made in.
+struct Tiles {
+    explicit Tiles(const TileShapes &shapes) {
+        __asm__ volatile("" : : "r"(&shapes) : "memory");      // the compiler believes that eight bytes are read
+        _tile_loadconfig(&shapes);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// Four of sums, the matrix and the activations, and both where fewer than DEPTH columns are left.
+inline TileShapes shapes_of(long width) {
+    TileShapes shapes;
+    for (int sums = 0; sums < 4; sums++)
+        shapes.set(sums, TILE, width * 4);
+    shapes.set(4, TILE, DEPTH * 2);
+    shapes.set(5, DEPTH / 2, width * 4);
+    shapes.set(6, TILE, DEPTH);
+    shapes.set(7, DEPTH / 4, width * 4);
+    return shapes;
+}
 
 // sums[group] [16, width] = 16 rows of the matrix times the rows of G groups; the next 16 rows are fetched meanwhile.
 template <int G> void sixteen(const bfloat16 *matrix, const Pairs &panel, float (*sums)[TILE * TILE]) {
@@ -92,9 +105,8 @@ template <int G> void sixteen(const bfloat16 *matrix, const Pairs &panel, float 
 // out[row * stride + i] = row i of `matrix` times each row of the panel, for `count` rows of the matrix, whole tiles.
 void product(const bfloat16 *matrix, long count, const Pairs &panel, float *out, long stride) {
     const long width = panel.width();
-    const TileShapes shapes(width);
+    const Tiles tiles(shapes_of(width));
     alignas(64) float sums[4][TILE * TILE];
-    _tile_loadconfig(&shapes);
     for (long i = 0; i < count; i += TILE) {
         switch (panel.groups()) {
         case 1: sixteen<1>(matrix + i * panel.columns, panel, sums); break;
@@ -106,7 +118,6 @@ void product(const bfloat16 *matrix, long count, const Pairs &panel, float *out,
             for (long output = 0; output < TILE; output++)
                 out[row * stride + i + output] = sums[row / TILE][output * width + row % TILE];
     }
-    _tile_release();
 }
 
 }

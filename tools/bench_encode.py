@@ -89,7 +89,8 @@ class Limit:
         self._pairs = {shape: (torch.randn(shape[0], shape[1]), nn.Linear(shape[1], shape[2]))
                        for shape in {item[1:] for item in self.linear}}
         self._packed = {shape: PackedLinear(linear) for shape, (_, linear) in self._pairs.items()}
-        self._split = {} if many.missing() else {shape: many.Linear(linear) for shape, (_, linear) in self._pairs.items()}
+        self._split = {shape: many.Linear(linear) for shape, (_, linear) in self._pairs.items()
+                       if not many.missing()}
         tables = tower._tables(tuple(grids))
         longest = tables["cu_seqlens"].longest
         rows, columns = (min(side, longest) for side in TILE)
@@ -254,8 +255,8 @@ def main():
     cosines = {model: int8_cosine(model, MODELS[model][1]["depth"]) for model in args.model or MODELS
                if "cosine" in (args.case or ("cosine",))}
     summary(report, rows, cosines)
-    report.close(rows=[{"model": model, "case": name, **row} for (model, name), of in rows.items() for row in of], cosines=cosines,
-                 threads=args.threads)
+    report.close(rows=[{"model": model, "case": name, **row} for (model, name), of in rows.items() for row in of],
+                 cosines=cosines, threads=args.threads)
 
 
 def tell(report, model, name, row):
@@ -269,8 +270,8 @@ def summary(report, rows, cosines):
         report.say(f"{model}: int8 in all layers at 448 x 448, cosine {value:.5f} (worst plane, random weights)")
     if not rows:
         return
-    header = ["model, images, backend", "share of limit", "all linear", "own products", "transformers'", "tower ratio", "JPEG ratio",
-              "pixels ms (theirs)", "pixels %", "error", "int8 ratio"]
+    header = ["model, images, backend", "share of limit", "all linear", "own products", "transformers'",
+              "tower ratio", "JPEG ratio", "pixels ms (theirs)", "pixels %", "error", "int8 ratio"]
     report.table("epdd's tower against its products' limit and transformers (PIL processor, sdpa)", header, [
         [f"{model} {name} {row['backend']}", row["share"], row["share_all_linear"], row["share_own"],
          row["share_transformers"], row["tower_ratio"],

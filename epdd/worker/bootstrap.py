@@ -109,6 +109,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
+    ctypes.CDLL(None).malloc_trim(0)    # loading and trials took more than serving will
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
 

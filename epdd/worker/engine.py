@@ -27,7 +27,7 @@ from epdd.worker.constraint import Constraints
 from epdd.worker.inputs import Image, Request, Rows
 from epdd.worker.intake import Intake
 from epdd.worker.loop import Send, failed
-from epdd.worker.native import layer
+from epdd.worker.native import layer, many
 from epdd.worker.sampling import Sampler
 from epdd.worker.scheduler import HEADROOM_TOKENS, Batch, Scheduler
 
@@ -123,7 +123,8 @@ class Engine(Intake[Request]):
         """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
         kernels = layer.install(self.model, self._pool)
         if kernels:
-            prepack.leave_unpacked(self.model)
+            by_amx = self.dtype is torch.float32 and not many.missing()
+            prepack.exchange(self.model, many.Linear if by_amx else prepack.UnpackedLinear)
             norm.fuse(self.model)
         else:
             prepack.pack(self.model)

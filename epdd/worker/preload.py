@@ -30,10 +30,6 @@ PRIMITIVES_KEPT = "32"
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", PRIMITIVES_KEPT)
 os.environ.setdefault("LRU_CACHE_CAPACITY", PRIMITIVES_KEPT)
 
-# Tensors of many megabytes come and go with each layer: from huge pages they take a fault per 2 MB instead of per 4 KB,
-# and rows that lie far apart do not miss the TLB.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F401
 from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: E402, F401
 from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402, F401

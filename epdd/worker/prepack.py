@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -52,16 +53,12 @@ class UnpackedLinear(nn.Module):  # type: ignore[misc]
 
 def pack(module: nn.Module) -> None:
     """Exchange the Linear layers under `module`, where this CPU's oneDNN can."""
-    if _exchange(module, PackedLinear):
+    if exchange(module, PackedLinear):
         _drop_file_pages()
 
 
-def leave_unpacked(module: nn.Module) -> None:
-    """As `pack`, without a copy of the weights."""
-    _exchange(module, UnpackedLinear)
-
-
-def _exchange(module: nn.Module, kind: type[PackedLinear] | type[UnpackedLinear]) -> bool:
+def exchange(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> bool:
+    """Put one of these in the place of each Linear layer under `module`; whether they work."""
     # Names, not layers: each layer's old weights must be freed before the next one's copy is made.
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
               if isinstance(child, nn.Linear) and child.weight.device.type == "cpu"]
@@ -72,7 +69,7 @@ def _exchange(module: nn.Module, kind: type[PackedLinear] | type[UnpackedLinear]
     return True
 
 
-def _works(linear: nn.Linear, kind: type[PackedLinear] | type[UnpackedLinear]) -> bool:
+def _works(linear: nn.Linear, kind: Callable[[nn.Linear], nn.Module]) -> bool:
     rows = torch.linspace(-1, 1, 2 * linear.in_features).to(linear.weight.dtype).view(2, -1)
     try:
         with torch.inference_mode():

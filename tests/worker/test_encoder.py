@@ -170,7 +170,7 @@ def test_warm_up_measures_growing_sizes(checkpoint: Callable[..., str]) -> None:
     assert ready.samples[-1][0] <= bench.family.rows_max * 4
     assert not bench.sent and bench.encoder.beat() == wire.Beat(steps=0)
     assert ready.backend in {trial.backend for trial in ready.trials if not trial.note}
-    assert [trial.backend for trial in ready.trials] == ["torch", "prepacked", "ipex"]
+    assert [trial.backend for trial in ready.trials] == ["torch", "prepacked", "amx", "ipex"]
 
 
 @pytest.mark.parametrize("quantize", ["", "int8"])

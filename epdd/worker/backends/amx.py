@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from epdd.worker import prepack
 from epdd.worker.backends import Run
 from epdd.worker.backends.cpu import GELU_TANH, SILU, Plain, SwiGLU
 from epdd.worker.native import many
@@ -28,13 +28,11 @@ class Amx(Plain):
         return many.missing()
 
     def prepare(self, tower: Tower) -> Run:
+        many.attend_in(tower.module)
         for block in tower.module.blocks:
-            block.attn.attend = partial(many.attend, block.attn.scaling)
             block.mlp = _fused(block.mlp)
-        for parent in list(tower.module.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, many.Linear(child))
+        if not prepack.exchange(tower.module, many.Linear):
+            raise RuntimeError("its products are not torch's")
         return tower
 
 

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 
 from epdd.worker import prepack
 from epdd.worker.backends import Planes, Run, cosine, relative_error
+from epdd.worker.native import many
 from epdd.worker.tower import Tower
 
 # Of the worst plane.  Float32 differs by the order of sums alone; bfloat16 rounds each of some 200 steps to 8 bits.
@@ -62,6 +63,8 @@ class Int8(Prepacked):
     def prepare(self, tower: Tower) -> Run:
         embed = tower.module.patch_embed
         prepack.pack(embed)
+        if tower.dtype is torch.float32 and not many.missing():
+            many.attend_in(tower.module)
         # Names, not layers: each one's old weights must be freed before the next ones are made.
         places = [(parent, name) for parent in tower.module.modules() for name, child in parent.named_children()
                   if isinstance(child, nn.Linear) and parent is not embed]

@@ -7,7 +7,7 @@ namespace {
 
 constexpr long STEPS_MAX = 36;          // of a block of columns: with PANEL outputs, 0.9 MB of the second-level cache
 constexpr long PANEL = 4;               // EDGE outputs each, that stay there while all rows pass
-constexpr long ROWS_BLOCK = 48;         // EDGE rows each: bounds the memory that split rows take
+constexpr long ROWS_BLOCK = 32;         // EDGE rows each: bounds the memory that split rows take
 
 inline Vector activated(Vector x, Activation activation) {
     switch (activation) {

@@ -7,7 +7,9 @@ digits of the float32 product (Henry, Tang and Heinecke, arXiv 1904.06376), so r
 from __future__ import annotations
 
 import ctypes
+import functools
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,10 +58,17 @@ class Linear(nn.Module):  # type: ignore[misc]
         out = torch.empty(*rows.shape[:-1], self.out_features)
         library = native.library()
         assert library is not None
-        if not library.epdd_gemm(ctypes.byref(self._matrix), rows.data_ptr(), out.data_ptr(),
-                                 rows.numel() // self.in_features, self.activation):
+        count = rows.numel() // self.in_features
+        if count and not library.epdd_gemm(ctypes.byref(self._matrix), rows.data_ptr(), out.data_ptr(), count,
+                                           self.activation):
             raise MemoryError(f"no memory for a product of {tuple(rows.shape)}")
         return out
+
+
+def attend_in(tower: Any) -> None:
+    """Put `attend` into the blocks of a float32 vision tower."""
+    for block in tower.blocks:
+        block.attn.attend = functools.partial(attend, block.attn.scaling)
 
 
 def attend(scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -73,6 +82,6 @@ def attend(scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.
                   value.stride(0), count, size, len(lengths), lengths.data_ptr(), scaling)
     library = native.library()
     assert library is not None
-    if not library.epdd_flash(ctypes.byref(heads)):
+    if n and not library.epdd_flash(ctypes.byref(heads)):
         raise MemoryError(f"no memory for attention of {n} rows")
     return out

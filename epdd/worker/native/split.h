@@ -15,6 +15,8 @@ constexpr long TILE_HALVES = 512;       // bfloat16s of a tile: 16 lines of 64 b
 constexpr long STEP = PARTS * 2 * TILE_HALVES;      // of a step of EDGE rows: part by part, two tiles each
 constexpr long BLOCK_SUMS = EDGE * EDGE;            // floats of a block of sums: (left tile, right tile), 16 x 16 each
 
+constexpr long AHEAD = 4 * EDGE;        // of a row, fetched before it is split
+
 constexpr long up(long count, long unit) { return (count + unit - 1) / unit; }
 
 // The upper halves of 16 numbers and of 16 more, one after another.
@@ -51,7 +53,12 @@ inline void split_pairs(__m512 even, __m512 odd, __m512i *parts) {
 
 // 32 numbers, or as many as are left, and zeros.
 inline void fetch(const float *from, long left, __m512 &a, __m512 &b) {
-    const unsigned mask = left >= EDGE ? ~0u : (1u << left) - 1;
+    if (__builtin_expect(left >= EDGE, 1)) {
+        a = _mm512_loadu_ps(from);
+        b = _mm512_loadu_ps(from + 16);
+        return;
+    }
+    const unsigned mask = left <= 0 ? 0 : (1u << left) - 1;
     a = _mm512_maskz_loadu_ps(mask & 0xffff, from);
     b = _mm512_maskz_loadu_ps(mask >> 16, from + 16);
 }
@@ -81,20 +88,20 @@ inline void transpose(__m512i *r) {
     }
 }
 
-// EDGE rows of a matrix, `rows` of them there, to the left: columns / EDGE steps one after another.
+// EDGE rows of a matrix, `rows` of them there, to the left: columns / EDGE steps one after another.  Tile by tile, so that
+// what is written lies together; what comes after is fetched meanwhile.
 inline void put_left(const float *from, long stride, long rows, long columns, bfloat16 *to) {
-    for (long row = 0; row < EDGE; row++, to += EDGE) {
-        for (long step = 0; step < up(columns, EDGE); step++) {
-            __m512i parts[PARTS] = {};
-            if (row < rows) {
-                __m512 a, b;
-                fetch(from + row * stride + step * EDGE, columns - step * EDGE, a, b);
-                split(a, b, parts);
-            }
+    for (long step = 0; step < up(columns, EDGE); step++, from += EDGE)
+        for (long row = 0; row < EDGE; row++) {
+            __m512 a, b;
+            __m512i parts[PARTS];
+            __builtin_prefetch(from + row * stride + AHEAD);
+            __builtin_prefetch(from + row * stride + AHEAD + 16);
+            fetch(from + row * stride, row < rows ? columns - step * EDGE : 0, a, b);
+            split(a, b, parts);
             for (int p = 0; p < PARTS; p++)
-                _mm512_store_si512(to + step * STEP + p * 2 * TILE_HALVES, parts[p]);
+                _mm512_store_si512(to + step * STEP + p * 2 * TILE_HALVES + row * EDGE, parts[p]);
         }
-    }
 }
 
 // The same to the right, times a factor.

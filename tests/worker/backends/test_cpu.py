@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from epdd.worker.backends import choice, cosine, cpu, relative_error
+from epdd.worker.backends import amx, choice, cosine, cpu, relative_error
+from epdd.worker.native import many
 from epdd.worker.prepack import PackedLinear
 from tests import checkpoints
 from tests.worker.test_tower import loaded
@@ -24,6 +25,29 @@ def test_prepacked_planes_are_those_of_plain_torch(checkpoint: Callable[..., str
     fused = [part._name for part in made.module.modules() if isinstance(part, cpu.PackedActivation)]
     # Qwen2-VL's activation is none that oneDNN knows.
     assert fused == {"qwen3_vl": ["gelu"] * 4, "qwen2_5_vl": ["swish"] * 4}.get(family, [])
+
+
+@pytest.mark.skipif(many.missing() != "", reason=many.missing())
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_planes_by_amx_are_those_of_plain_torch(checkpoint: Callable[..., str], family: str) -> None:
+    made = loaded(checkpoint(family))
+    batch = choice.probe(made, 64)
+    wanted = made(*batch)
+    assert amx.Amx().missing(made) == ""
+    found = amx.Amx().prepare(made)(*batch)
+    assert relative_error(found, wanted) < 5e-6
+    assert not any(isinstance(part, nn.Linear) for part in made.module.modules())
+    activated = [part.activation.name for part in made.module.blocks.modules()
+                 if isinstance(part, many.Linear) and part.activation]
+    assert activated == {"qwen3_vl": ["GELU_TANH"] * 4, "qwen2_5_vl": ["SILU"] * 4}.get(family, [])
+
+
+def test_amx_is_for_float32(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loaded(checkpoint("qwen3_vl"))
+    monkeypatch.setattr(many, "missing", lambda: "this CPU has no AMX")
+    assert amx.Amx().missing(made) == "this CPU has no AMX"
+    made.dtype = torch.bfloat16
+    assert amx.Amx().missing(made) == "not for bfloat16"
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

@@ -7,6 +7,10 @@ into a lease, tells this process, which stands for the daemon, and that tells th
 lease.  Beside it the same bytes by other ways, each from private memory to an array that the other process has read
 once: a memcpy inside one process as the limit, a memfd made afresh, pickle through a socket.
 
+The limit of such a handover is waking a process that has slept as long as the write took: a byte through a pipe to a
+process on the other core, with no memory written in between, is measured beside it.  A handover wakes two, one after
+the other.
+
 Then what it costs to encode into a lease, by a tower of Qwen3-VL-8B's width with few layers: against the same embedding
 left in private memory.
 """
@@ -160,6 +164,33 @@ def through(send, receive, size, repeats):
     return times[1:]
 
 
+def wakes(seconds, repeats):
+    """Seconds from a byte written to it read by a process on another core that has slept for `seconds`."""
+    cpus, times = os.sched_getaffinity(0), []
+    (there, here), (answer, back) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.sched_setaffinity(0, {max(cpus)})
+        os.close(here)
+        while os.read(there, 1):
+            os.write(back, struct.pack("d", time.monotonic()))
+        os._exit(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    for _ in range(repeats):
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            pass
+        sent = time.monotonic()
+        os.write(here, b"x")
+        times.append(struct.unpack("d", os.read(answer, 8))[0] - sent)
+    os.close(here)
+    os.waitpid(child, 0)
+    os.sched_setaffinity(0, cpus)
+    for end in (there, answer, back):
+        os.close(end)
+    return times
+
+
 def send_memfd(sock, source):
     fd = os.memfd_create("fresh")
     os.ftruncate(fd, source.nbytes)
@@ -235,20 +266,24 @@ def main():
                          "fresh memfd": through(send_memfd, receive_memfd, sum(parts), args.others),
                          "pickle": through(send_pickle, receive_pickle, sum(parts), args.others)}
                   for size, parts in SIZES.items()}
-        tell(report, found, others)
+        waking = {size: wakes(statistics.median(work["write_s"] for work in found["huge pages"][0][size]), args.repeats)
+                  for size in SIZES}
+        tell(report, found, others, waking)
         into = encoding(Path(folder) / "model", args.side, args.encodes)
     lease, private = map(statistics.median, into)
     report.say(f"encoding {args.side} x {args.side} pixels into a lease: {lease:.3f} s of CPU, into private "
                f"memory {private:.3f} s, ratio {lease / private:.3f} (target 1.03), medians of {len(into[0])}")
-    report.close(arena={name: rows for name, (rows, _) in found.items()}, others=others, encoding=into)
+    report.close(arena={name: rows for name, (rows, _) in found.items()}, others=others, waking=waking,
+                 encoding=into)
 
 
-def tell(report, found, others):
+def tell(report, found, others, waking):
     rows = []
     for name, (sizes, huge) in found.items():
         for size, works in sizes.items():
             handover = sorted(work["handover_s"] for work in works)
             rows.append([f"{name}, {size}", 1e3 * statistics.median(handover), 1e3 * quantile(handover, 0.99),
+                         1e3 * statistics.median(waking[size]), 1e3 * quantile(waking[size], 0.99),
                          1e3 * statistics.median(work["write_s"] for work in works),
                          1e3 * statistics.median(work["read_s"] for work in works),
                          max(work["reader_faults"] + work["read_faults"] for work in works),
@@ -257,7 +292,8 @@ def tell(report, found, others):
         report.say(f"{name}: the kernel tells of {huge['encoder'] / MIB:.0f} MiB in huge pages in the writer, "
                    f"{huge['pd'] / MIB:.0f} in the reader")
     report.table("Through the arena: ms from the last write to a tensor, then to write it and to read it once", [
-        "arena", "handover p50", "p99", "write", "read", "reader's faults", "writer's", "reader's private KiB"], rows)
+        "arena", "handover p50", "p99", "one wake-up p50", "p99", "write", "read", "reader's faults", "writer's",
+        "reader's private KiB"], rows)
     table = []
     for size, ways in others.items():
         limit = statistics.median(ways["memcpy"])

@@ -1,4 +1,4 @@
-"""The one part that is compiled: the decode kernels.  All else is in setup.cfg."""
+"""The one part that is compiled: kernels for CPUs.  All else is in setup.cfg."""
 
 from setuptools import Extension, setup
 

@@ -38,7 +38,7 @@ from epdd.worker import preprocess, vml
 from epdd.worker.backends import amx, cosine, cpu, relative_error
 from epdd.worker.native import many
 from epdd.worker.prepack import PackedLinear
-from epdd.worker.tower import Tower
+from epdd.worker.tower import ImageAttention, Tower
 
 CLOCK = [time.perf_counter]
 TILE = (256, 512)       # queries and keys whose scores stay in a core's second cache
@@ -92,6 +92,11 @@ class Limit:
         self._split = {shape: many.Linear(linear) for shape, (_, linear) in self._pairs.items()
                        if not many.missing()}
         tables = tower._tables(tuple(grids))
+        self._attention = tower.module.blocks[0].attn
+        kinds = (("images", "cu_seqlens"), ("windows", "cu_window_seqlens"))
+        self._segments = {name: tables[key] for name, key in kinds if key in tables}
+        self._joint = torch.randn(sum(tables["cu_seqlens"].lengths), 3, self._attention.heads,
+                                  module.config.hidden_size // self._attention.heads)
         longest = tables["cu_seqlens"].longest
         rows, columns = (min(side, longest) for side in TILE)
         heads, dim = tower.module.blocks[0].attn.heads, module.config.hidden_size // tower.module.blocks[0].attn.heads
@@ -107,6 +112,11 @@ class Limit:
             times.take(("packed", shape), lambda: self._packed[shape](rows))
             if self._split:
                 times.take(("split", shape), lambda: self._split[shape](rows))
+        operands = self._joint.unbind(1)
+        for name, segments in self._segments.items():
+            times.take(("plain", name), lambda: ImageAttention.attend(self._attention, *operands, segments))
+            if self._split:
+                times.take(("split", name), lambda: many.attend(self._attention.scaling, *operands, segments))
         for _ in range(4):
             times.take("scores", lambda: torch.bmm(self._query, self._key.transpose(1, 2)))
             times.take("values", lambda: torch.bmm(self._scores, self._value))
@@ -121,6 +131,15 @@ class Limit:
     def seconds_split(self, times):
         """All at the mean rate of the linear layers by AMX."""
         return self._all_linear(sum(count * times.median(("split", tuple(shape))) for count, *shape in self.linear))
+
+    def rates(self, times):
+        """[[product, GFLOP/s of all threads by torch, on prepacked weights, by AMX]]."""
+        flops = {shape: (f"{shape[0]} x {shape[1]} x {shape[2]}", 2 * math.prod(shape)) for shape in self._pairs}
+        flops |= {name: (f"attention in {name}", sum(4 * length ** 2 * self._joint[0, 0].numel()
+                                                     for length in segments.lengths))
+                  for name, segments in self._segments.items()}
+        return [[name, *(count / times.median((way, what)) / 1e9 if (way, what) in times.seconds else None
+                         for way in ("plain", "packed", "split"))] for what, (name, count) in flops.items()]
 
     def _all_linear(self, linear):
         return linear * (1 + self.attention_flops / self.linear_flops)
@@ -193,7 +212,7 @@ class Case:
             "share_transformers": shapes / reference, "tower_ratio": reference / tower,
             "pixels_s": times.median("our pixels"), "pixels_share": times.median("our pixels") / (scale * tower),
             "their_pixels_s": times.median("their pixels"), "jpeg_ratio": theirs_whole / ours_whole, "error": error,
-            "seconds": {str(name): values for name, values in times.seconds.items()},
+            "rates": self.limit.rates(times), "seconds": {str(name): values for name, values in times.seconds.items()},
         }
 
     def whole_flops(self):
@@ -270,6 +289,8 @@ def summary(report, rows, cosines):
         report.say(f"{model}: int8 in all layers at 448 x 448, cosine {value:.5f} (worst plane, random weights)")
     if not rows:
         return
+    for (model, name), (row, *_) in rows.items():
+        report.table(f"{model} {name}: GFLOP/s of all threads", ["product", "torch", "prepacked", "amx"], row["rates"])
     header = ["model, images, backend", "share of limit", "all linear", "own products", "transformers'",
               "tower ratio", "JPEG ratio", "pixels ms (theirs)", "pixels %", "error", "int8 ratio"]
     report.table("epdd's tower against its products' limit and transformers (PIL processor, sdpa)", header, [

@@ -124,7 +124,8 @@ class Engine(Intake[Request]):
         kernels = layer.install(self.model, self._pool)
         if kernels:
             by_amx = self.dtype is torch.float32 and not many.missing()
-            prepack.exchange(self.model, many.Linear if by_amx else prepack.UnpackedLinear)
+            if not (by_amx and prepack.exchange(self.model, many.Linear)):
+                prepack.exchange(self.model, prepack.UnpackedLinear)
             norm.fuse(self.model)
         else:
             prepack.pack(self.model)

@@ -16,7 +16,7 @@ from epdd.worker.tower import Tower
 
 
 class Amx(Plain):
-    """All products as sums of bfloat16 products, to float32's last digit; weights stay as they lie."""
+    """All products as sums of bfloat16 products, as near as float32's own; weights stay as they lie."""
 
     name = "amx"
 

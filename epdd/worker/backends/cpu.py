@@ -56,7 +56,10 @@ class Prepacked(Plain):
 
 
 class Int8(Prepacked):
-    """Products in int8, rows quantised as they come; the patch embedding, whose rows are the pixels, as Prepacked."""
+    """Products in int8, rows quantised as they come; the patch embedding, whose rows are the pixels, as Prepacked.
+
+    Attention is float32's, by AMX where there is any.
+    """
 
     name = "int8"
 

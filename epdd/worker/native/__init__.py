@@ -1,4 +1,4 @@
-"""The compiled decode kernels: a plain C library, built when epdd is installed, and absent where that failed.
+"""The compiled kernels: a plain C library, built when epdd is installed, and absent where that failed.
 
 Owns how it is found and called.  It computes in torch's own OpenMP threads: torch has to be imported first, and its
 `set_num_threads` holds for both.  Products read their weights as they lie, whatever the number of rows, and give a row
@@ -71,7 +71,7 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
-        log.info("no compiled decode kernels: %s", error)
+        log.info("no compiled kernels: %s", error)
         return None
     found.epdd_instructions.restype = ctypes.c_char_p
     found.epdd_prefer.argtypes = [ctypes.c_char_p]

@@ -8,7 +8,7 @@ namespace {
 
 constexpr long QUERIES = 4;             // blocks of EDGE queries, while keys and values pass
 constexpr long KEYS = 2;                // blocks of EDGE keys between two looks at the largest score
-constexpr long HELD_FLOATS = 4 << 20;   // of keys and values at a time, or those of one head
+constexpr long HELD_FLOATS = 4 << 20;   // of operands of some heads at a time, and up to one head more
 
 constexpr long NEAR_FLOATS = 384 << 10;     // of a segment's operands that stay in the second-level cache
 

@@ -7,7 +7,8 @@ namespace {
 
 constexpr long STEPS_MAX = 36;          // of a block of columns: with PANEL outputs, 0.9 MB of the second-level cache
 constexpr long PANEL = 4;               // EDGE outputs each, that stay there while all rows pass
-constexpr long ROWS_BLOCK = 32;         // EDGE rows each: bounds the memory that split rows take
+// EDGE rows each and bfloat16s: what is split at a time, so that its memory has a bound.
+constexpr long ROWS_BLOCK = 32, HELD_HALVES = 16 << 20;
 
 inline Vector activated(Vector x, Activation activation) {
     switch (activation) {
@@ -35,6 +36,9 @@ struct Grid {
     }
 };
 
+// Of blocks of at most so many things, as even as can be: how many a block has.
+inline long even_blocks(long count, long most) { return up(count, up(count, most)); }
+
 // A share of `count` things as even as can be.
 inline Share even(long count, long member, long members) { return Share(count, 1, member, members); }
 
@@ -43,7 +47,7 @@ class Gemm {
     Gemm(const Matrix &matrix, const float *in, float *out, long rows, Activation activation)
         : matrix(matrix), in(in), out(out), rows(rows), activation(activation), steps(up(matrix.inputs, EDGE)),
           blocks(up(steps, STEPS_MAX)), block_steps(up(steps, blocks)),
-          held(up(up(rows, EDGE), up(up(rows, EDGE), ROWS_BLOCK))) {}
+          held(even_blocks(up(rows, EDGE), least(ROWS_BLOCK, HELD_HALVES / (steps * STEP) + 1))) {}
 
     // Whether there was memory for it.
     bool run() {

@@ -1,4 +1,4 @@
-// A whole decoder layer for few rows in one parallel region, and a single product.
+// A whole decoder layer for few rows in one parallel region, a single product, and what else a CPU's kernels are.
 #pragma once
 
 #include "attention.h"

@@ -1,7 +1,7 @@
-"""Products of many float32 rows, and attention within segments of them, by AMX: 1.5 to 2 times as fast as torch.
+"""Products of many float32 rows, and attention within segments of them, by AMX: up to twice as fast as torch.
 
-AMX multiplies bfloat16 only.  A float32 is the sum of three of them, exactly, and six of their nine products hold all
-digits of the float32 product (Henry, Tang and Heinecke, arXiv 1904.06376), so results are as near as torch's own.
+AMX multiplies bfloat16 only.  A float32 is the sum of three of them, exactly, and six of their nine products hold the
+float32 product but for 2^-24 (Henry, Tang and Heinecke, arXiv 1904.06376), so results are as near as torch's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def missing() -> str:
     """What this machine lacks; empty: nothing."""
     library = native.library()
     if library is None:
-        return "the kernels were not compiled"
+        return "no compiled kernels"
     return "" if library.epdd_has_gemm() else "this CPU has no AMX"
 
 
@@ -46,14 +46,20 @@ class Linear(nn.Module):  # type: ignore[misc]
     """Stands where a float32 nn.Linear was; an activation may end its product.  The weights stay as they lie."""
 
     def __init__(self, linear: nn.Linear, activation: Activation = Activation.NONE) -> None:
+        """Raises RuntimeError on other weights."""
         super().__init__()
+        weight = linear.weight
+        if weight.device.type != "cpu" or weight.dtype is not torch.float32 or not weight.is_contiguous():
+            raise RuntimeError("not for such weights")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.activation = activation
         self._matrix = Matrix.of(linear)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features].  Raises MemoryError."""
+        """float32 [..., in_features] to [..., out_features].  Raises MemoryError, RuntimeError on other rows."""
+        if rows.dtype is not torch.float32 or rows.shape[-1] != self.in_features:
+            raise RuntimeError(f"rows {tuple(rows.shape)} of {rows.dtype} for {self.in_features} inputs of float32")
         rows = rows.contiguous()
         out = torch.empty(*rows.shape[:-1], self.out_features)
         library = native.library()
@@ -73,8 +79,13 @@ def attend_in(tower: Any) -> None:
 
 def attend(scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
            segments: Segments) -> torch.Tensor:
-    """[n, heads, head_dim] of each to the same shape, each segment to itself.  Raises MemoryError."""
+    """float32 [n, heads, head_dim] of each to the same shape, each segment to itself.
+
+    Raises MemoryError, and RuntimeError on other rows than the segments'.
+    """
     n, count, size = query.shape
+    if query.dtype is not torch.float32 or sum(segments.lengths) != n:
+        raise RuntimeError(f"{n} rows of {query.dtype} in segments of {sum(segments.lengths)} of float32")
     query, key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (query, key, value))
     out = torch.empty(n, count, size)
     lengths = segments.lengths_tensor

@@ -1,5 +1,6 @@
-// Float32 products by AMX, which knows bfloat16: a float32's 24 bits are three bfloat16s of 8, and of the nine products
-// of two such triples the six largest give all digits that float32 has.  Sums are float32, as everywhere.
+// Float32 products by AMX, which knows bfloat16: a float32's 24 bits are three bfloat16s of 8, exactly, and of the nine
+// products of two such triples the six largest leave out 2^-24 at most.  Sums are float32, as everywhere.  An infinity
+// becomes a NaN, since its parts are no numbers; a NaN stays one.
 //
 // A thing is "left" or "right" of a product.  Left: rows as they lie, 16 of 32 columns a tile.  Right: two columns of a
 // row together and 16 rows side by side.  Left times right is a tile with a left row in each line.
@@ -26,11 +27,14 @@ inline __m512i upper(__m512i a, __m512i b) {
     return _mm512_permutex2var_epi16(a, order, b);
 }
 
-// 16 numbers' next part, cut off and taken away from them; what is left of the last part is rounded.
+// 16 numbers' next part, in the upper halves, taken away from them.  The first is cut off, so that a NaN is one still; the
+// others are rounded, so that what is left out has either sign.
 template <int PART> inline __m512i part(__m512 &numbers) {
-    const __m512i bits = _mm512_castps_si512(numbers);
+    __m512i bits = _mm512_castps_si512(numbers);
+    if (PART > 0)
+        bits = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
     if (PART == PARTS - 1)
-        return _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+        return bits;
     const __m512i cut = _mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000)));
     numbers = _mm512_sub_ps(numbers, _mm512_castsi512_ps(cut));
     return cut;
@@ -139,6 +143,7 @@ inline TileShapes whole_tiles() {
 template <int L, class Do>
 inline void multiply(const bfloat16 *left, const bfloat16 *right, long steps, float *sums, bool begin, Do meanwhile) {
     constexpr long HALF = L * TILE_HALVES;      // of a part of a left step
+    __asm__ volatile("" ::: "memory");          // the compiler believes that loading a tile reads nothing
     if (begin) {
         _tile_zero(0); _tile_zero(1);
         if (L == 2) { _tile_zero(2); _tile_zero(3); }

@@ -298,13 +298,13 @@ def summary(report, rows, cosines):
          row["share_transformers"], row["tower_ratio"],
          row["jpeg_ratio"], (1e3 * row["pixels_s"], 1e3 * row["their_pixels_s"]), 1e2 * row["pixels_share"],
          f"{row['error']:.1e}", row["int8_ratio"]] for (model, name), of in rows.items() for row in of])
-    names = sorted({name for _, name in rows}, key=["8x224", "448", "1080p"].index)
-    report.plot("encode", "Share of the limit of torch's float32 products", "images: " + ", ".join(names), [
+    report.plot("encode", "Share of the limit of torch's float32 products", "patches", [
         Panel(model, "share", {
-            label: [(names.index(name), row[key]) for (of, name), found in rows.items() if of == model
-                    for row in found if row["backend"] == backend]
+            label: sorted((row["patches"], row[key]) for (of, _), found in rows.items() if of == model
+                          for row in found if row["backend"] == backend)
             for label, backend, key in (*((f"epdd, {backend}", backend, "share") for backend in ("prepacked", "amx")),
-                                        ("transformers", "prepacked", "share_transformers"))})
+                                        ("transformers", "prepacked", "share_transformers"))
+            if any(row["backend"] == backend for found in rows.values() for row in found)})
         for model in dict.fromkeys(model for model, _ in rows)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from plots import Panel
@@ -57,11 +57,12 @@ def write(report: Report, points: Sequence[Point], base: str) -> None:
             for name in [base, *others] if any(point["server"] == name for point in points)}
     report.table("Most requests a second that were measured", ["server", "requests/s", f"{base} to it"],
                  [[name, most, best[base] / most if base in best else None] for name, most in best.items()])
-    report.plot("serve", "The same checkpoint on the same CPUs", "requests a second offered",
-                [_panel(points, "P99 TPOT", "ms", "tpot", "p99"), _panel(points, "P99 TTFT", "ms", "ttft", "p99"),
-                 _panel(points, "P99 gap between tokens", "ms", "gap", "p99")], log=True)
+    report.plot("serve", "The same checkpoint on the same CPUs, by growing load up to so many requests always at once",
+                "requests a second done",
+                [_panel(points, title, "ms", metric, "p99", _done) for title, metric in (
+                    ("P99 TPOT", "tpot"), ("P99 TTFT", "ttft"), ("P99 gap between tokens", "gap"))], log=True)
     report.plot("throughput", "The same checkpoint on the same CPUs", "requests a second offered",
-                [_panel(points, "Throughput", "requests a second", "requests_per_s", "avg")])
+                [_panel(points, "Throughput", "requests a second", "requests_per_s", "avg", _offered)])
 
 
 def _ratio(one: Point, other: Point, metric: str, statistic: str) -> float | None:
@@ -69,9 +70,19 @@ def _ratio(one: Point, other: Point, metric: str, statistic: str) -> float | Non
     return one[metric][statistic] / below if below else None
 
 
-def _panel(points: Sequence[Point], title: str, unit: str, metric: str, statistic: str) -> Panel:
+def _done(point: Point) -> float | None:
+    return float(point["requests_per_s"]["avg"])
+
+
+def _offered(point: Point) -> float | None:
+    return point["rate"] or None
+
+
+def _panel(points: Sequence[Point], title: str, unit: str, metric: str, statistic: str,
+           x: Callable[[Point], float | None]) -> Panel:
+    """Over `x`, in the order of the points; those without any are left out."""
     series: dict[str, list[tuple[float, float]]] = {}
     for point in points:
-        if point["rate"]:
-            series.setdefault(point["server"], []).append((point["rate"], point[metric][statistic]))
+        if (at := x(point)) is not None:
+            series.setdefault(point["server"], []).append((at, point[metric][statistic]))
     return Panel(title, unit, series)

@@ -9,7 +9,7 @@ once: a memcpy inside one process as the limit, a memfd made afresh, pickle thro
 
 The limit of such a handover is waking a process that has slept as long as the write took: a byte through a pipe to a
 process on the other core, with no memory written in between, is measured beside it.  A handover wakes two, one after
-the other.
+the other.  In service neither sleeps so long: `answering` is the same while an answer is written, a token each 10 ms.
 
 Then what it costs to encode into a lease, by a tower of Qwen3-VL-8B's width with few layers: against the same embedding
 left in private memory.
@@ -33,7 +33,7 @@ import numpy as np
 import random_model
 import torch
 import uvloop
-from handover_worker import REPORT
+from handover_worker import REPORT, TOKEN
 from plots import Panel
 from report import Report
 
@@ -45,6 +45,7 @@ from epdd.worker.encoder import Encoder
 MIB = 1 << 20
 SIZES = {"1 MiB": (MIB,), "64 MiB": (64 * MIB,), "510 MiB": (64 * MIB,) * 7 + (62 * MIB,)}     # by images
 START_S = 120.0
+TOKEN_S = 0.01          # an answer's pace beside the handovers
 # Qwen3-VL-8B's tower and embeddings, with few layers and next to no language model.
 TOWER = random_model.Shape(hidden=4096, layers=1, heads=32, kv_heads=8, inter=64, vocab=1024, head_dim=128,
                            vision_hidden=1152, vision_layers=4, vision_heads=16, vision_inter=4304)
@@ -80,19 +81,27 @@ class End:
         await self.process.wait()
 
 
-async def handovers(folder, huge_pages, repeats):
-    """{size: what both ends measured of each request but the first}, and the arena's bytes in huge pages by role."""
+async def handovers(folder, huge_pages, repeats, answering=False):
+    """{size: what both ends measured of each request but the first}, and the arena's bytes in huge pages by role.
+
+    `answering`: an answer is being written meanwhile, a token each TOKEN_S from the reader to this process.
+    """
     size = -(-max(map(sum, SIZES.values())) // arena.HUGE) * arena.HUGE
     server, fd = ForkServer(["epdd.worker.preload", "handover_worker"]), arena.create(size)
-    ends, files = {}, {role: folder / f"{role} {huge_pages}" for role in ("encoder", "pd")}
+    ends, files = {}, {role: folder / f"{role} {huge_pages} {answering}" for role in ("encoder", "pd")}
     cpus = sorted(os.sched_getaffinity(0))
     for role, cpu, part in (("encoder", cpus[0], (0, size)), ("pd", cpus[-1], (0, 0))):     # bound apart, as placed
         spec = wire.WorkerSpec(f"{role}/0", role, "cpu", (cpu,), None, 1, str(files[role]), arena_bytes=size,
                                arena_slice=part, huge_pages=huge_pages, beat_s=3600.0)
         ends[role] = await End.start(server, spec, fd)
     numbers = itertools.count()
+    answered = asyncio.Event()
+    answer = asyncio.create_task(write_answer(ends["pd"], answered)) if answering else None
     done = {name: [await hand_over(ends, SIZES[name], next(numbers)) for _ in range(repeats + 1)][1:]
             for name in SIZES}
+    answered.set()
+    if answer is not None:
+        await answer
     nothing = wire.Lease(0, 0)
     await ends["encoder"].do(wire.Encode(REPORT, nothing, (1, 2, 2), 1))
     await ends["pd"].do(wire.Generate(REPORT, (), wire.Sampling(max_tokens=1)))
@@ -103,6 +112,15 @@ async def handovers(folder, huge_pages, repeats):
     os.close(fd)
     rows = {name: [joined(found, number, len(SIZES[name])) for number in done[name]] for name in SIZES}
     return rows, {role: found[role]["huge_bytes"] for role in found}
+
+
+async def write_answer(end, answered):
+    """What keeps both ends awake in service, until the event."""
+    for number in itertools.count():
+        if answered.is_set():
+            return
+        await end.do(wire.Generate(f"{TOKEN}{number}", (), wire.Sampling(max_tokens=1)))
+        await asyncio.sleep(TOKEN_S)
 
 
 async def hand_over(ends, sizes, number):
@@ -260,8 +278,8 @@ def main():
     args = parser.parse_args()
     report = Report(args.out)
     with tempfile.TemporaryDirectory(prefix="epdd-handover-") as folder:
-        found = {name: uvloop.run(handovers(Path(folder), huge, args.repeats))
-                 for name, huge in (("huge pages", True), ("4 KiB pages", False))}
+        found = {name: uvloop.run(handovers(Path(folder), huge, args.repeats, answering)) for name, huge, answering in (
+            ("huge pages", True, False), ("4 KiB pages", False, False), ("huge pages, answering", True, True))}
         others = {size: {"memcpy": by_memcpy(sum(parts), args.others),
                          "fresh memfd": through(send_memfd, receive_memfd, sum(parts), args.others),
                          "pickle": through(send_pickle, receive_pickle, sum(parts), args.others)}

@@ -21,7 +21,7 @@ from epdd.arena import Mapping
 from epdd.worker import bootstrap
 from epdd.worker.loop import Send
 
-REPORT = "report"
+REPORT, TOKEN = "report", "token"
 SOURCE_BYTES = 64 << 20         # the largest image's embedding
 
 
@@ -60,7 +60,11 @@ class End:
 
     def step(self) -> None:
         """One piece of work, told before the next begins, as an encoder does."""
-        self.work(self._waiting.popleft())
+        message = self._waiting.popleft()
+        if message.id.startswith(TOKEN):
+            self._send(wire.Done(message.id, "stop"))
+        else:
+            self.work(message)
 
 
 class Writer(End):

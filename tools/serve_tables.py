@@ -70,7 +70,7 @@ def _ratio(one: Point, other: Point, metric: str, statistic: str) -> float | Non
     return one[metric][statistic] / below if below else None
 
 
-def _done(point: Point) -> float | None:
+def _done(point: Point) -> float:
     return float(point["requests_per_s"]["avg"])
 
 

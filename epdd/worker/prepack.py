@@ -51,10 +51,12 @@ class UnpackedLinear(nn.Module):  # type: ignore[misc]
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
 
 
-def pack(module: nn.Module) -> None:
-    """Exchange the Linear layers under `module`, where this CPU's oneDNN can."""
-    if exchange(module, PackedLinear):
+def pack(module: nn.Module) -> bool:
+    """Exchange the Linear layers under `module`; whether this CPU's oneDNN can."""
+    packed = exchange(module, PackedLinear)
+    if packed:
         _drop_file_pages()
+    return packed
 
 
 def exchange(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -47,11 +49,12 @@ class Prepacked(Plain):
         return "" if tower.device.type == "cpu" else "for CPUs only"
 
     def prepare(self, tower: Tower) -> Run:
-        prepack.pack(tower.module)
-        if not any(isinstance(part, prepack.PackedLinear) for part in tower.module.modules()):
+        if not prepack.pack(tower.module):
             raise RuntimeError("this torch has no prepacked products")
         for block in tower.module.blocks:
-            block.mlp = _fused(block.mlp)
+            block.mlp = end_with_activation(block.mlp, prepack.PackedLinear,
+                                            partial(PackedActivation, name="gelu", algorithm="tanh"),
+                                            partial(PackedActivation, name="swish"))
         return tower
 
 
@@ -155,11 +158,14 @@ class SwiGLU(nn.Module):  # type: ignore[misc]
         return self.down(self.gate(rows).mul_(self.up(rows)))
 
 
-def _fused(mlp: Any) -> nn.Module:
-    """A block's feed-forward part with its activation inside a product, where it is one that oneDNN knows."""
-    packed = prepack.PackedLinear
-    if isinstance(getattr(mlp, "linear_fc1", None), packed) and isinstance(mlp.act_fn, GELU_TANH):
-        mlp.linear_fc1, mlp.act_fn = PackedActivation(mlp.linear_fc1, "gelu", "tanh"), nn.Identity()
-    elif isinstance(getattr(mlp, "gate_proj", None), packed) and isinstance(mlp.act_fn, SILU):
-        return SwiGLU(PackedActivation(mlp.gate_proj, "swish"), mlp.up_proj, mlp.down_proj)
+def end_with_activation(mlp: Any, kind: type[nn.Module], gelu: Callable[[Any], nn.Module],
+                        silu: Callable[[Any], nn.Module]) -> nn.Module:
+    """A block's feed-forward part with its activation inside a product of `kind`, where it is GELU by tanh or SiLU.
+
+    `gelu` and `silu` make a product that ends with it of one that does not.
+    """
+    if isinstance(getattr(mlp, "linear_fc1", None), kind) and isinstance(mlp.act_fn, GELU_TANH):
+        mlp.linear_fc1, mlp.act_fn = gelu(mlp.linear_fc1), nn.Identity()
+    elif isinstance(getattr(mlp, "gate_proj", None), kind) and isinstance(mlp.act_fn, SILU):
+        return SwiGLU(silu(mlp.gate_proj), mlp.up_proj, mlp.down_proj)
     return mlp

@@ -92,10 +92,11 @@ class Flash {
         const auto share = [&](long unit, auto &&what) {
             long count = 0;
             for (long head = first; head < end; head++)
-                each(head, operands + (head - first) * blocks * block_size(), unit, [&](const Segment &segment, long row) {
-                    if (count++ % member.threads == member.thread)
-                        what(segment, row);
-                });
+                each(head, operands + (head - first) * blocks * block_size(), unit,
+                     [&](const Segment &segment, long row) {
+                         if (count++ % member.threads == member.thread)
+                             what(segment, row);
+                     });
         };
         share(1, [&](const Segment &segment, long row) { put(segment, row); });
 #pragma omp barrier
@@ -113,7 +114,7 @@ class Flash {
         put_left(heads.keys + row * heads.key_stride + at, heads.key_stride, count, heads.size, keys(segment, block));
         const float *from = heads.values + row * heads.value_stride + at;
         for (long element = 0; element < heads.size; element += 16) {
-            const __mmask16 there = heads.size - element >= 16 ? 0xffff : (1u << (heads.size - element)) - 1;
+            const __mmask16 there = lanes(heads.size - element);
             __m512i lines[2][16] = {};
             for (long key = 0; key < count; key++)
                 lines[key / 16][key % 16] = _mm512_castps_si512(
@@ -136,7 +137,8 @@ class Flash {
 
     // 32 elements of a block's values, or the last 16; the next block's follow.
     bfloat16 *values(const Segment &segment, long pair, long block) const {
-        return keys(segment, 2 * segment.blocks) + pair * segment.blocks * STEP + block * (pair < pairs ? STEP : LONE_STEP);
+        return keys(segment, 2 * segment.blocks) + pair * segment.blocks * STEP
+               + block * (pair < pairs ? STEP : LONE_STEP);
     }
 
     // Floats of a block of queries' sums.
@@ -234,8 +236,9 @@ class Flash {
             const auto keys_at = [&](long turn) { return least(KEYS, segment.blocks - key_at(turn)); };
             const auto score = [&](long turn, auto &&meanwhile) {
                 for (long j = 0; j < keys_at(turn); j++)
-                    multiply<2>(flash.keys(segment, key_at(turn) + j), flash.queries(segment, row / EDGE + turn % count),
-                                flash.depth, scores[turn % 2] + j * BLOCK_SUMS, true, [&] { meanwhile(); });
+                    multiply<2>(flash.keys(segment, key_at(turn) + j),
+                                flash.queries(segment, row / EDGE + turn % count), flash.depth,
+                                scores[turn % 2] + j * BLOCK_SUMS, true, [&] { meanwhile(); });
             };
             Weighing weighings[2];
             const auto add = [&](long turn, auto &&meanwhile) {
@@ -277,7 +280,7 @@ class Flash {
                 float *to = heads.out + (segment.start + row + half * 16) * width + segment.head * heads.size;
                 for (long element = 0; element < heads.size; element += 16) {
                     const float *tile = sums + i * flash.sums_size() + (element / 16 * 2 + half) * 256;
-                    const __mmask16 there = heads.size - element >= 16 ? 0xffff : (1u << (heads.size - element)) - 1;
+                    const __mmask16 there = lanes(heads.size - element);
                     __m512i lines[16];
                     for (long at = 0; at < 16; at++)
                         lines[at] = _mm512_castps_si512(load(tile + at * LANES) * share);

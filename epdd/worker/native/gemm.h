@@ -24,7 +24,7 @@ struct Grid {
     long outputs = 1, rows;
 
     Grid(long threads, long output_blocks, long row_blocks) : rows(threads) {
-        long best = up(output_blocks, 1) * up(row_blocks, threads);
+        long best = output_blocks * up(row_blocks, threads);
         for (long tried = 2; tried <= threads; tried++) {
             const long longest = up(output_blocks, tried) * up(row_blocks, threads / tried);
             if (longest <= best) {
@@ -38,9 +38,6 @@ struct Grid {
 
 // Of blocks of at most so many things, as even as can be: how many a block has.
 inline long even_blocks(long count, long most) { return up(count, up(count, most)); }
-
-// A share of `count` things as even as can be.
-inline Share even(long count, long member, long members) { return Share(count, 1, member, members); }
 
 class Gemm {
   public:
@@ -90,21 +87,23 @@ class Gemm {
         const Grid grid(member.threads, up(matrix.outputs, EDGE), count);
         if (member.thread >= grid.outputs * grid.rows)
             return;
-        const Share across = even(up(matrix.outputs, EDGE), member.thread % grid.outputs, grid.outputs);
-        const Share down = even(count, member.thread / grid.outputs, grid.rows);
+        const Share across(up(matrix.outputs, EDGE), 1, member.thread % grid.outputs, grid.outputs);
+        const Share down(count, 1, member.thread / grid.outputs, grid.rows);
         for (long output = across.begin; output < across.end; output += PANEL) {
             const long wide = least(PANEL, across.end - output);
             for (long step = 0; step < steps; step += block_steps) {
                 const long deep = least(block_steps, steps - step);
-                for (long i = 0; i < wide; i++)
-                    put_left(static_cast<const float *>(matrix.weights) + (output + i) * EDGE * matrix.inputs + step * EDGE,
-                             matrix.inputs, matrix.outputs - (output + i) * EDGE, least(deep * EDGE, matrix.inputs - step * EDGE),
+                for (long i = 0; i < wide; i++) {
+                    const long top = (output + i) * EDGE, column = step * EDGE;
+                    put_left(static_cast<const float *>(matrix.weights) + top * matrix.inputs + column, matrix.inputs,
+                             matrix.outputs - top, least(deep * EDGE, matrix.inputs - column),
                              panel + i * deep * STEP);
+                }
                 for (long row = down.begin; row < down.end; row++) {
                     float *here = sums + (blocks > 1 ? (row - down.begin) * wide * BLOCK_SUMS : 0);
                     for (long i = 0; i < wide; i++)
-                        multiply<2>(panel + i * deep * STEP, right + (row * steps + step) * STEP, deep, here + i * BLOCK_SUMS,
-                                    step == 0, [] {});
+                        multiply<2>(panel + i * deep * STEP, right + (row * steps + step) * STEP, deep,
+                                    here + i * BLOCK_SUMS, step == 0, [] {});
                     if (step + deep == steps)
                         for (long i = 0; i < wide; i++)
                             finish(here + i * BLOCK_SUMS, (first + row) * EDGE, (output + i) * EDGE);
@@ -119,7 +118,7 @@ class Gemm {
         for (long left = 0; left < 2; left++, output += 16) {
             if (output >= matrix.outputs)
                 return;
-            const __mmask16 there = matrix.outputs - output >= 16 ? 0xffff : (1u << (matrix.outputs - output)) - 1;
+            const __mmask16 there = lanes(matrix.outputs - output);
             const Vector more = bias == nullptr ? Vector{} : Vector(_mm512_maskz_loadu_ps(there, bias + output));
             for (long right = 0; right < 2; right++, sums += 256) {
                 __m512i lines[16];

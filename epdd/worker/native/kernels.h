@@ -55,7 +55,7 @@ template <class W, class KV> class Step {
           part((size + 2 + 15) / 16 * 16) {
         first_span[0] = 0;
         for (long row = 0; row < rows.count; row++)
-            first_span[row + 1] = first_span[row] + (rows.lengths[row] + SPAN - 1) / SPAN;
+            first_span[row + 1] = first_span[row] + up(rows.lengths[row], SPAN);
         Memory counted{nullptr};
         place(counted);
         Memory memory{scratch(counted.used)};

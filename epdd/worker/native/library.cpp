@@ -45,32 +45,40 @@ static const Choice *best() {
 
 static const Choice *chosen = best();
 
-float *scratch(long count) {
-    static thread_local float *held = nullptr;
-    static thread_local long size = 0;
-    if (count > size) {
-        free(held);
-        size = (count + 1023) / 1024 * 1024;
-        held = static_cast<float *>(aligned_alloc(64, size * sizeof(float)));
-        if (held == nullptr)
-            abort();        // a decode step's few megabytes: nothing could go on without them
+// Memory that grows with what is asked of it; its content does not matter.
+struct Growing {
+    float *held = nullptr;
+    long bytes = 0;
+
+    // Null where there is none; whole units of bytes, and aligned to them.
+    float *take(long count, long unit) {
+        const long wanted = count * long(sizeof(float));
+        if (wanted > bytes) {
+            free(held);
+            bytes = (wanted + unit - 1) / unit * unit;
+            held = static_cast<float *>(aligned_alloc(unit, bytes));
+            if (held == nullptr)
+                bytes = 0;
+            else if (unit == HUGE)
+                madvise(held, bytes, MADV_HUGEPAGE);
+        }
+        return held;
     }
-    return held;
+
+    static constexpr long PAGE = 4 << 10, HUGE = 2 << 20;
+};
+
+float *scratch(long count) {
+    static thread_local Growing memory;
+    float *taken = memory.take(count, Growing::PAGE);
+    if (taken == nullptr)
+        abort();        // a decode step's few megabytes: nothing could go on without them
+    return taken;
 }
 
 float *large_scratch(long count) {
-    static thread_local float *held = nullptr;
-    static thread_local long size = 0;
-    constexpr long HUGE = 2 << 20;      // bytes of a huge page: these are read and written from end to end
-    if (count > size) {
-        free(held);
-        const long bytes = (count * long(sizeof(float)) + HUGE - 1) / HUGE * HUGE;
-        held = static_cast<float *>(aligned_alloc(HUGE, bytes));
-        size = held == nullptr ? 0 : bytes / long(sizeof(float));
-        if (held != nullptr)
-            madvise(held, bytes, MADV_HUGEPAGE);
-    }
-    return held;
+    static thread_local Growing memory;
+    return memory.take(count, Growing::HUGE);       // read and written from end to end
 }
 
 extern "C" {

@@ -22,6 +22,7 @@ constexpr int matrix_rows(int rows) {
 constexpr long STRIP = LANES == 16 ? 24 : 60;
 
 constexpr long least(long a, long b) { return a < b ? a : b; }
+constexpr long up(long count, long unit) { return (count + unit - 1) / unit; }
 
 // Activations in float32, groups of rows interleaved by vectors: read in one stream, without conflicts in the cache.
 struct Panel {
@@ -146,7 +147,7 @@ struct Share {
     long begin, end;
 
     Share(long count, long unit, long thread, long threads) {
-        const long units = (count + unit - 1) / unit;
+        const long units = up(count, unit);
         begin = least(count, units * thread / threads * unit);
         end = least(count, units * (thread + 1) / threads * unit);
     }

@@ -18,17 +18,22 @@ constexpr long BLOCK_SUMS = EDGE * EDGE;            // floats of a block of sums
 
 constexpr long AHEAD = 4 * EDGE;        // of a row, fetched before it is split
 
-constexpr long up(long count, long unit) { return (count + unit - 1) / unit; }
+constexpr struct Odd {
+    alignas(64) unsigned short of[32] = {};
+
+    constexpr Odd() {
+        for (int i = 0; i < 32; i++)
+            of[i] = 2 * i + 1;
+    }
+} ODD;
 
 // The upper halves of 16 numbers and of 16 more, one after another.
 inline __m512i upper(__m512i a, __m512i b) {
-    const __m512i order = _mm512_add_epi16(_mm512_set1_epi16(1), _mm512_slli_epi16(_mm512_set_epi16(
-        31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 1));
-    return _mm512_permutex2var_epi16(a, order, b);
+    return _mm512_permutex2var_epi16(a, _mm512_load_si512(ODD.of), b);
 }
 
-// 16 numbers' next part, in the upper halves, taken away from them.  The first is cut off, so that a NaN is one still; the
-// others are rounded, so that what is left out has either sign.
+// 16 numbers' next part, in the upper halves, taken away from them.  The first is cut off, so that a NaN is one still;
+// the others are rounded, so that what is left out has either sign.
 template <int PART> inline __m512i part(__m512 &numbers) {
     __m512i bits = _mm512_castps_si512(numbers);
     if (PART > 0)
@@ -49,11 +54,16 @@ inline void split(__m512 a, __m512 b, __m512i *parts) {
 
 // The parts of two rows of 16 numbers each, pair by pair.
 inline void split_pairs(__m512 even, __m512 odd, __m512i *parts) {
-    const auto pair = [](__m512i a, __m512i b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b); };
+    const auto pair = [](__m512i a, __m512i b) {
+        return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+    };
     parts[0] = pair(part<0>(even), part<0>(odd));
     parts[1] = pair(part<1>(even), part<1>(odd));
     parts[2] = pair(part<2>(even), part<2>(odd));
 }
+
+// The first `left` of 16 lanes, or all.
+inline __mmask16 lanes(long left) { return left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1; }
 
 // 32 numbers, or as many as are left, and zeros.
 inline void fetch(const float *from, long left, __m512 &a, __m512 &b) {
@@ -62,9 +72,8 @@ inline void fetch(const float *from, long left, __m512 &a, __m512 &b) {
         b = _mm512_loadu_ps(from + 16);
         return;
     }
-    const unsigned mask = left <= 0 ? 0 : (1u << left) - 1;
-    a = _mm512_maskz_loadu_ps(mask & 0xffff, from);
-    b = _mm512_maskz_loadu_ps(mask >> 16, from + 16);
+    a = _mm512_maskz_loadu_ps(lanes(left), from);
+    b = _mm512_maskz_loadu_ps(lanes(left - 16), from + 16);
 }
 
 // 16 lines of 16 numbers of 32 bits.
@@ -92,8 +101,8 @@ inline void transpose(__m512i *r) {
     }
 }
 
-// EDGE rows of a matrix, `rows` of them there, to the left: columns / EDGE steps one after another.  Tile by tile, so that
-// what is written lies together; what comes after is fetched meanwhile.
+// EDGE rows of a matrix, `rows` of them there, to the left: columns / EDGE steps one after another.  Tile by tile, so
+// that what is written lies together; what comes after is fetched meanwhile.
 inline void put_left(const float *from, long stride, long rows, long columns, bfloat16 *to) {
     for (long step = 0; step < up(columns, EDGE); step++, from += EDGE)
         for (long row = 0; row < EDGE; row++) {

@@ -20,10 +20,10 @@ struct Pairs {
     long columns, rows;
 
     static long floats(long rows, long columns) {
-        return (columns + DEPTH - 1) / DEPTH * DEPTH * ((rows + TILE - 1) / TILE * TILE) / 2;
+        return up(columns, DEPTH) * DEPTH * up(rows, TILE) * TILE / 2;
     }
     long width() const { return least(rows, TILE); }
-    long groups() const { return (rows + TILE - 1) / TILE; }
+    long groups() const { return up(rows, TILE); }
     bfloat16 *tile(long column, long group) const {
         return reinterpret_cast<bfloat16 *>(data) + (column / DEPTH * groups() + group) * width() * DEPTH;
     }

@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from epdd import __version__, arena, config, emulation, families, log, placement, systemd
+from epdd import __version__, arena, checkpoint, config, emulation, families, log, placement, systemd
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
@@ -62,8 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         log.setup(settings.log.level)
         _return_freed_memory()
-        family = families.load(settings.model.path or str(families.DEMO))
-        family = replace(family, weights=weights.identity(family.folder))
+        found = checkpoint.look(settings.model.path or str(families.DEMO))
+        for warning in found.warnings:
+            logger.warning("model %s", warning)
+        family = replace(found.family, weights=weights.identity(found.folder))
         emulated = emulation.load(settings.emulation, family.folder)
         if emulated is not None:
             logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,

@@ -103,14 +103,14 @@ def _machine(args: argparse.Namespace) -> Topology:
 
 
 def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
-    from epdd import config, emulation, families, placement
+    from epdd import checkpoint, config, emulation, families, placement
     from epdd.errors import StartupError
     argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
     for item in args.set:
         argv += ["--set", item]
     try:
         settings, _ = config.load(argv)
-        family = families.load(settings.model.path or str(families.DEMO))
+        family = checkpoint.look(settings.model.path or str(families.DEMO)).family
         emulated = emulation.load(settings.emulation, family.folder)
         family = emulated.family(family) if emulated else family
         return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family), emulated)

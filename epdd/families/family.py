@@ -6,14 +6,13 @@ model one row per merge x merge patches.  They differ in processor defaults and 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from epdd.errors import MediaError, ModelError
-from epdd.families.parameters import parameters
+from epdd.families.files import read_json
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,7 +60,7 @@ class Family:
     defaults: Defaults = Defaults()
     weights: str = ""           # which files they are, by families.weights; empty: not known
     stored: str = "bfloat16"    # dtype of the weights as they lie in the files
-    parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
+    parameters: tuple[int, int] = (0, 0)    # of vision tower and language model, by checkpoint.look; zeros: not known
     vision_width: int = 0
     kv_numbers: int = 0         # keys and values of one token, over all layers
 
@@ -102,7 +101,7 @@ class Family:
 def load(folder: str) -> Family:
     """Read a checkpoint's JSON files.  Raises ModelError naming what is missing or not supported."""
     root = Path(folder)
-    config = _read(root / "config.json")
+    config = read_json(root / "config.json")
     kind = config.get("model_type")
     if kind not in _OUT_HIDDEN:
         raise ModelError(f"{folder}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")
@@ -116,9 +115,8 @@ def _family(root: Path, config: dict[str, Any]) -> Family:
     kind = config["model_type"]
     # Checkpoints saved before transformers 4.52 keep the language model's fields at the top level.
     text, vision = config.get("text_config") or config, config["vision_config"]
-    path = root / "generation_config.json"
-    generation = _read(path) if path.is_file() else {}
-    processor = _read(root / "preprocessor_config.json")
+    generation = read_json(root / "generation_config.json", {})
+    processor = read_json(root / "preprocessor_config.json")
     low, high = _pixel_limits(processor)
     patch, merge = _side(processor, "patch_size", vision), int(processor.get("merge_size", 2))
     return Family(
@@ -136,7 +134,6 @@ def _family(root: Path, config: dict[str, Any]) -> Family:
         eos_ids=_eos_ids(generation, text),
         defaults=_defaults(generation),
         stored=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"),
-        parameters=parameters(root),
         vision_width=int(vision.get("embed_dim") or vision.get("hidden_size") or 0),
         kv_numbers=_kv_numbers(text),
     )
@@ -173,15 +170,3 @@ def _defaults(generation: dict[str, Any]) -> Defaults:
     return Defaults(temperature=float(generation.get("temperature") or 1.0),
                     top_p=float(generation.get("top_p") or 1.0), top_k=int(generation.get("top_k") or 0),
                     repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return data

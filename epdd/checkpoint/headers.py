@@ -1,0 +1,127 @@
+"""The headers of safetensors files: each tensor's type, shape and place.  No weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from epdd.errors import ModelError
+from epdd.families.files import read_json
+
+HEADER_BYTES_MAX = 100 << 20        # what the format allows
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
+        "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64,
+        "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8}
+
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor as a file's header tells of it."""
+
+    file: Path
+    dtype: str                  # as safetensors spells it: "BF16", "F8_E4M3", ...
+    shape: tuple[int, ...]
+    start: int                  # its bytes are [start, end) of the file
+    end: int
+
+    @property
+    def count(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The files that are loaded, in transformers' order: one file of the usual name, else the index's shards.
+
+    Others that lie beside them (consolidated.safetensors, an adapter) are left alone.  Raises ModelError if there are
+    none, or if one that the index names is missing.
+    """
+    if (root / SINGLE).is_file():
+        return [root / SINGLE]
+    if not (root / INDEX).is_file():
+        raise ModelError(_no_weights(root))
+    names = sorted({str(name) for name in weight_map(root).values()})
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing:
+        raise ModelError(f"{root / missing[0]}: no such file, but {INDEX} names it ({len(missing)} of {len(names)} "
+                         "shards are missing); download the missing files again")
+    return [root / name for name in names]
+
+
+def weight_map(root: Path) -> dict[str, str]:
+    """The shard of each tensor, as the index says.  Raises ModelError."""
+    found = read_json(root / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise ModelError(f"{root / INDEX}: weight_map does not map tensors to files; download the file again")
+    if any("/" in name or name.startswith(".") for name in found.values()):
+        raise ModelError(f"{root / INDEX}: weight_map names a file outside the folder; download the file again")
+    return found
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file.  Raises ModelError if it is no safetensors file, or shorter than its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            begin = file.read(8)
+            if begin and _POINTER.startswith(begin):
+                raise ModelError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in the folder")
+            length, = struct.unpack("<Q", begin)
+            if length > min(HEADER_BYTES_MAX, size - 8):
+                raise ValueError("its header does not fit into it")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, struct.error, RecursionError):
+        raise ModelError(f"{path}: not a safetensors file, or cut short ({size} bytes); download it again") from None
+    return _checked(path, header, 8 + length, size)
+
+
+def _checked(path: Path, header: object, offset: int, size: int) -> dict[str, Tensor]:
+    """The header's tensors, which must fill the file without gap or overlap, as the format asks."""
+    found: dict[str, Tensor] = {}
+    try:
+        assert isinstance(header, dict)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            tensor = Tensor(path, entry["dtype"], tuple(entry["shape"]), offset + start, offset + end)
+            if any(side < 0 for side in tensor.shape) or (end - start) * 8 != tensor.count * BITS[tensor.dtype]:
+                raise ModelError(f"{path}: {name} takes {end - start} bytes, which is not what its type {tensor.dtype} "
+                                 f"and shape {list(tensor.shape)} need; download the file again")
+            found[name] = tensor
+    except (AssertionError, KeyError, TypeError, ValueError, AttributeError):
+        raise ModelError(f"{path}: its header is damaged; download the file again") from None
+    at = offset
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start != at:
+            raise ModelError(f"{path}: the bytes of {name} do not follow those before; download the file again")
+        at = tensor.end
+    if at != size:
+        raise ModelError(f"{path}: {size} bytes long, but its header speaks of {at}; the file is "
+                         f"{'cut short' if size < at else 'too long'}: download it again")
+    return found
+
+
+def _no_weights(root: Path) -> str:
+    """Why there is nothing to load, and what to do."""
+    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if any(name.endswith(".gguf") for name in names):
+        return f"{root}: holds only GGUF weights, which are not served; take the checkpoint with .safetensors files"
+    if any(name.endswith((".bin", ".pt", ".pth")) and "model" in name for name in names):
+        return (f"{root}: holds weights only as PyTorch .bin files, which are not read (they can run code); save it "
+                "with transformers' save_pretrained, which writes .safetensors")
+    if "adapter_config.json" in names:
+        return (f"{root}: holds an adapter (adapter_config.json) and no model; merge it into its base model "
+                "and save that")
+    shards = [name for name in names if name.startswith("model-") and name.endswith(".safetensors")]
+    if shards:
+        return f"{root / INDEX}: no such file, and {shards[0]} is a shard; download the index again"
+    return f"{root}: no weights (neither {SINGLE} nor {INDEX}); download the checkpoint again"

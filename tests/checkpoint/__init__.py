@@ -1,0 +1,1 @@
+"""What lies in a model folder, looked at without torch."""

@@ -55,6 +55,7 @@ class Model:
     aliases: tuple[str, ...] = ()           # other names that requests may use
     dtype: str = "auto"
     context_max: int = 0                    # tokens; 0: what the checkpoint allows
+    reasoning: str = "auto"                 # a thinking model's reasoning apart from its answer; off: all is answer
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ POLICIES = {                                # router.policy, in the words of `ep
 
 _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model.reasoning": ("auto", "off"),
     "encoder.quantize": ("", "int8"),
     "pd.kv_dtype": ("auto", "float32", "bfloat16"),
     "router.policy": tuple(POLICIES),

@@ -103,6 +103,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1              # -1: none; n >= 0: the chosen token's and the n best
     ignore_eos: bool = False
     grammar: str = ""               # that the answer must follow, in llguidance's Lark; empty: any text
+    think_end_id: int = -1          # the grammar begins after this token; -1: at once
+    think_start_id: int = -1        # but only if the answer begins with this one; -1: it begins inside its thinking
     stop_token_ids: tuple[int, ...] = ()
 
 

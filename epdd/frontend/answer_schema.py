@@ -31,11 +31,16 @@ class PromptDetails(_Answer):
     image_tokens: int
 
 
+class CompletionDetails(_Answer):
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET      # of thinking models
 
 
 class TopLogprob(_Answer):
@@ -68,6 +73,7 @@ class AnswerMessage(_Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[Call] | UnsetType = UNSET
 
 
@@ -107,6 +113,7 @@ class CallDelta(_Answer):
 class ChatDelta(_Answer):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 

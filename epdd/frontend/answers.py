@@ -12,6 +12,7 @@ from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.calls import CallDelta, CallParser, Parsed
 from epdd.frontend.context import Event
 from epdd.frontend.openai import Options
+from epdd.frontend.reasoning import ReasoningParser, Thinking, with_marks
 from epdd.frontend.text import TextStream
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
@@ -29,26 +30,33 @@ class Delta:
     logprobs: list[_Json]
     finish_reason: str | None = None
     calls: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
 
 class Answers:
     """The choices of one request, built up from its events."""
 
-    def __init__(self, options: Options, request: Request, vocabulary: Vocabulary) -> None:
+    def __init__(self, options: Options, request: Request, vocabulary: Vocabulary,
+                 thinking: Thinking | None = None) -> None:
+        """`thinking`: how the answers may think; None: their text is all answer."""
         # Taken now: the request's images are let go at its first token.
         self._prompt = len(request.tokens)
         self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
         self._options = options
+        self._thinking = thinking
         self._choices = request.n
         self.begin()
 
     def begin(self) -> None:
         """Forget what was said: the answer begins anew."""
         options, choices = self._options, range(self._choices)
+        thinking = self._thinking
+        stops, marks = (with_marks(options.stop), thinking.tokens.marks) if thinking else (options.stop, {})
         self._streams: list[TextStream[_Json]] = [
-            TextStream(self._vocabulary, options.stop, options.skip_special_tokens, options.sampling.min_tokens)
+            TextStream(self._vocabulary, stops, options.skip_special_tokens, options.sampling.min_tokens, marks)
             for _ in choices]
+        self._reasoners = [ReasoningParser(thinking.begun) for _ in choices] if thinking else []
         self._parsers = [CallParser() for _ in choices] if options.structure.calls else []
         self._running = set(choices)        # choices that text can still be added to
         self._working = set(choices)        # choices that are still computed
@@ -85,16 +93,26 @@ class Answers:
         if isinstance(message, Tokens):
             marks = [self._entry(*pair) for pair in zip(message.ids, message.logprobs)] \
                 if self._options.logprobs else []
+            if self._thinking:
+                self._reasoners[index].count(message.ids, self._thinking.tokens.end)
             piece = stream.push(message.ids, marks)
             reason = "stop" if stream.stopped else None
         else:
             piece = stream.end()
             reason = "stop" if stream.stopped else message.reason
             self._stop_tokens += message.stop_token is not None
-        parsed, reason = self._parsed(index, piece.text, reason)
+        reasoning, text = self._divided(index, piece.text, reason)
+        parsed, reason = self._parsed(index, text, reason)
         if reason:
             self._running.remove(index)
-        return Delta(index, parsed.text, piece.marks, reason, parsed.calls)
+        return Delta(index, parsed.text, piece.marks, reason, parsed.calls, reasoning)
+
+    def _divided(self, index: int, text: str, reason: str | None) -> tuple[str, str]:
+        """(reasoning, the rest) of an answer's text."""
+        if not self._reasoners:
+            return "", text
+        reasoning, text = self._reasoners[index].push(text)
+        return reasoning, text + self._reasoners[index].end() if reason else text
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[Parsed, str | None]:
         """The text and the calls in it; an answer that ends with whole calls says so."""
@@ -109,6 +127,11 @@ class Answers:
         return parsed, reason
 
     def usage(self) -> _Json:
+        details: _Json = {}
+        if self._reasoners:
+            # Tokens after a stop string are not the answer's.
+            counts = (min(parser.tokens, stream.tokens) for parser, stream in zip(self._reasoners, self._streams))
+            details["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
         return {
             "prompt_tokens": self._prompt,
             "completion_tokens": self.generated,
@@ -117,6 +140,7 @@ class Answers:
                 "cached_tokens": self._cached or 0,
                 "image_tokens": self._image_rows,
             },
+            **details,
         }
 
     def _entry(self, token: int, found: TokenLogprob) -> _Json:
@@ -147,12 +171,14 @@ class Whole:
     def __init__(self, options: Options, choices: int) -> None:
         self._wants_logprobs = options.logprobs
         self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._reasonings: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[_Json]] = [[] for _ in range(choices)]
         self._reasons: list[str | None] = [None] * choices
         self._calls: list[list[_Json]] = [[] for _ in range(choices)]
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
+        self._reasonings[delta.index].append(delta.reasoning)
         self._logprobs[delta.index] += delta.logprobs
         self._reasons[delta.index] = delta.finish_reason
         calls = self._calls[delta.index]
@@ -163,13 +189,14 @@ class Whole:
                 calls[call.index]["function"]["arguments"] += call.arguments
 
     def body(self, head: _Json, usage: _Json) -> _Json:
-        choices = [{"index": index, **self._said("".join(text), logprobs, calls), "finish_reason": reason}
-                   for index, (text, logprobs, calls, reason) in enumerate(
-                       zip(self._texts, self._logprobs, self._calls, self._reasons))]
+        choices = [{"index": index, **self._said("".join(text), logprobs, calls, "".join(reasoning)),
+                    "finish_reason": reason}
+                   for index, (text, logprobs, calls, reasoning, reason) in enumerate(
+                       zip(self._texts, self._logprobs, self._calls, self._reasonings, self._reasons))]
         return {**head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
-        return {"message": _message(text, calls),
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json], reasoning: str) -> _Json:
+        return {"message": _message(text, calls, reasoning),
                 "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None}
 
 
@@ -185,13 +212,17 @@ class Chunks:
         self._begun: set[int] = set()
 
     def of(self, delta: Delta) -> list[_Json]:
-        """The role before a choice's first token, text and calls if there are any, and the end in a chunk of its
-        own."""
+        """The role before a choice's first token; reasoning, text and calls if there are any; the end in a chunk of
+        its own."""
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs:
+        content = bool(delta.text or delta.logprobs and not delta.reasoning)
+        if delta.reasoning:     # logprobs go with what comes last of the two
+            chunks.append(self._chunk(delta.index, {"reasoning_content": delta.reasoning},
+                                      [] if content else delta.logprobs))
+        if content:
             chunks.append(self._chunk(delta.index, {"content": delta.text}, delta.logprobs))
         if delta.calls:
             calls = [{"index": call.index, **(_call(call) if call.id else {"function": {"arguments": call.arguments}})}
@@ -220,8 +251,10 @@ class Chunks:
         return chunk
 
 
-def _message(text: str, calls: list[_Json]) -> _Json:
+def _message(text: str, calls: list[_Json], reasoning: str) -> _Json:
     message: _Json = {"role": "assistant", "content": text, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     return message | {"content": text or None, "tool_calls": calls} if calls else message
 
 

@@ -37,7 +37,7 @@ def build(context: Context) -> web.Application:
     _HTTP_LOG.addFilter(_no_client_faults)
     config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
-    prompts = PromptMaker(context.family, executor)
+    prompts = PromptMaker(context.family, executor, context.config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
     media = Media(config.media, context.family, executor)

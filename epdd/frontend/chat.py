@@ -50,5 +50,5 @@ class ChatCompletions(Completions):
                               arrived=record.arrived, client_id=ids.client(http), whole=not chat.stream)
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
-            return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary))], record, deadline,
-                        held)
+            return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary, prompt.thinking))],
+                        record, deadline, held)

@@ -27,6 +27,7 @@ from epdd.errors import BadRequest, ContextLength, ModelError
 from epdd.families import Family
 from epdd.frontend import template
 from epdd.frontend.messages import Conversation
+from epdd.frontend.reasoning import Thinking, think_tokens, thinking
 from epdd.wire import Sampling
 
 _INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
@@ -38,6 +39,7 @@ class Prompt:
     tokens: list[int]           # placeholders expanded
     spans: list[Placed] = field(default_factory=list)
     param: str = "messages"     # what the request calls it
+    thinking: Thinking | None = None    # how its answer may think
 
     def limit(self, sampling: Sampling, context_max: int) -> Sampling:
         """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
@@ -46,14 +48,22 @@ class Prompt:
             raise _too_long(context_max, str(len(self.tokens)), self.param)
         # A max_tokens beyond the context is a client's way to say "all there is".
         most = min(sampling.max_tokens or room, room)
-        return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        sampling = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        if self.thinking is None or not sampling.grammar:
+            return sampling
+        ids = self.thinking.tokens
+        return msgspec.structs.replace(sampling, think_end_id=ids.end,
+                                       think_start_id=-1 if self.thinking.begun else ids.start)
 
 
 class PromptMaker:
     """Holds a checkpoint's tokenizer and chat template."""
 
-    def __init__(self, family: Family, executor: Executor) -> None:
-        """Raises ModelError if the folder's tokenizer or template cannot be used."""
+    def __init__(self, family: Family, executor: Executor, reasoning: bool = True) -> None:
+        """`reasoning`: tell a thinking model's reasoning from its answer.
+
+        Raises ModelError if the folder's tokenizer or template cannot be used.
+        """
         self.tokenizer = _load_tokenizer(family)
         self._image = family.image_token_id
         self._executor = executor
@@ -70,6 +80,7 @@ class PromptMaker:
         self._chars_max = _longest_token(self.tokenizer)
         text = {token: content for content, token in controls.items()}
         self._template = template.load(family.folder, "".join(text[token] for token in _family_ids(family)))
+        self._think_tokens = think_tokens(self.tokenizer, self._template.source) if reasoning else None
 
     async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
         """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""
@@ -110,7 +121,7 @@ class PromptMaker:
             else:
                 tokens.append(token)
             tokens += run.ids
-        return Prompt(tokens, spans)
+        return Prompt(tokens, spans, thinking=thinking(self._think_tokens, text))
 
     def _tokenise_plain(self, text: str) -> Prompt:
         pieces = self._split_plain.split(text)

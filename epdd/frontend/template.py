@@ -27,6 +27,7 @@ class Template:
     all are tried at load, and conversations are handed over in a form that works."""
 
     def __init__(self, source: str, variables: dict[str, str], placeholder: str) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
         self._variables = variables
         self._placeholder = placeholder     # what stands for an image where contents must be strings

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from epdd.families.vocabulary import Vocabulary
@@ -19,8 +20,11 @@ class Decoder:
     Bytes that can never become a character turn into U+FFFD, as the decoder of the whole sequence would.
     """
 
-    def __init__(self, vocabulary: Vocabulary, skip_special: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, skip_special: bool, marks: Mapping[int, str] = MappingProxyType({})
+                 ) -> None:
+        """`marks`: what to write for certain tokens, in place of their own text."""
         self._vocabulary = vocabulary
+        self._marks = marks
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -30,6 +34,8 @@ class Decoder:
         return bool(self._utf8.getstate()[0])
 
     def push(self, token: int) -> str:
+        if token in self._marks:
+            return self.end() + self._marks[token]
         if self._skip_special and self._vocabulary.is_special(token):
             return ""
         return self._utf8.decode(self._vocabulary.bytes(token))
@@ -99,8 +105,8 @@ class TextStream(Generic[T]):
     """One answer's text.  A mark (a token's logprob entry) travels with its token and is dropped with it."""
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), skip_special: bool = True,
-                 min_tokens: int = 0) -> None:
-        self._decoder = Decoder(vocabulary, skip_special)
+                 min_tokens: int = 0, marks: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._decoder = Decoder(vocabulary, skip_special, marks)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._decoded = 0       # characters

@@ -26,7 +26,7 @@ class TextWhole(Whole):
 
     kind = "text_completion"
 
-    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json]) -> _Json:
+    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json], reasoning: str) -> _Json:
         return {"text": text, "logprobs": _marks(logprobs, 0) if self._wants_logprobs else None}
 
 

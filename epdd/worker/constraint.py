@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, normalizers
 from epdd import grammar
 from epdd.errors import BadRequest, WorkerFailed
 from epdd.families.vocabulary import Vocabulary
+from epdd.wire import Sampling
 
 
 class Constraint:
@@ -21,7 +22,7 @@ class Constraint:
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab: int, avoid: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._vocab = vocab
+        self.vocab = vocab
         self._avoid = list(avoid)   # legal only where nothing else is
 
     def legal(self) -> torch.Tensor:
@@ -31,7 +32,7 @@ class Constraint:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         _check(self._matcher)
-        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
+        mask = np.unpackbits(bits, count=self.vocab, bitorder="little").view(bool)
         if self._avoid:
             fewer = mask.copy()
             fewer[self._avoid] = False
@@ -43,10 +44,59 @@ class Constraint:
         if not self._matcher.consume_token(token):
             raise WorkerFailed(f"token {token} was chosen, and the grammar does not allow it")
 
+    def allows(self, token: int) -> bool:
+        """Whether the grammar itself can go on by this token."""
+        return bool(self._matcher.validate_tokens([token]))
+
     @property
     def complete(self) -> bool:
         """Nothing may follow but the end."""
         return bool(self._matcher.is_stopped())
+
+
+class AfterThinking:
+    """A grammar that begins after the answer's thinking, which is free but for one thing: it cannot end the answer."""
+
+    def __init__(self, constraint: Constraint, start_id: int, end_id: int, ends: tuple[int, ...],
+                 breaks: frozenset[int]) -> None:
+        """`start_id`: the token that begins the thinking if it is the answer's first; -1: it has begun.
+
+        `ends` are the tokens that end an answer, `breaks` those of line breaks alone: models write one between their
+        thinking and the answer.
+        """
+        self._constraint = constraint
+        self._start_id = start_id
+        self._end_id = end_id
+        self._ends = list(ends)
+        self._breaks = breaks
+        self._thinking = start_id < 0
+        self._also = [] if self._thinking else [start_id]   # legal next, besides what the grammar allows
+
+    def legal(self) -> torch.Tensor:
+        """As `Constraint.legal`."""
+        if self._thinking:
+            mask = torch.ones(self._constraint.vocab, dtype=torch.bool)
+            mask[self._ends] = False
+        else:
+            mask = self._constraint.legal()
+            mask[self._also] = True
+        return mask
+
+    def accept(self, token: int) -> None:
+        """As `Constraint.accept`."""
+        also, self._also = self._also, []
+        if self._thinking:
+            if token == self._end_id:
+                self._thinking, self._also = False, sorted(self._breaks)
+        elif token == self._start_id and also:
+            self._thinking = True
+        elif not (token in also and not self._constraint.allows(token)):
+            self._constraint.accept(token)
+
+    @property
+    def complete(self) -> bool:
+        """As `Constraint.complete`."""
+        return not self._thinking and self._constraint.complete
 
 
 class Constraints:
@@ -58,16 +108,27 @@ class Constraints:
         self._vocab = vocab
         self._eos_ids = tuple(token for token in eos_ids if token < vocab)
 
-    def make(self, text: str, ignore_eos: bool) -> Constraint:
-        """`ignore_eos`: goes on as long as the grammar lets it.  Raises BadRequest on a bad grammar."""
-        matcher = grammar.begin(text, self._tokenizer)
+    def make(self, sampling: Sampling) -> Constraint | AfterThinking:
+        """For a request's grammar; with ignore_eos it goes on as long as the grammar lets it.
+
+        Raises BadRequest on a bad grammar.
+        """
+        tokenizer, breaks = self._tokenizer
+        matcher = grammar.begin(sampling.grammar, tokenizer)
         _check(matcher)
-        return Constraint(matcher, self._vocab, self._eos_ids if ignore_eos else ())
+        constraint = Constraint(matcher, self._vocab, self._eos_ids if sampling.ignore_eos else ())
+        if sampling.think_end_id < 0:
+            return constraint
+        return AfterThinking(constraint, sampling.think_start_id, sampling.think_end_id, self._eos_ids, breaks)
 
     @cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
-        tokens = llguidance.TokenizerWrapper(_Tokens(self._folder, self._vocab, self._eos_ids))
-        return llguidance.LLTokenizer(tokens, n_vocab=self._vocab, eos_token=list(self._eos_ids))
+    def _tokenizer(self) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
+        """The checkpoint's tokens, and which of them are line breaks alone."""
+        tokens = _Tokens(self._folder, self._vocab, self._eos_ids)
+        breaks = frozenset(token for token, text in enumerate(tokens.tokens) if text and not text.strip(b"\n"))
+        tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens), n_vocab=self._vocab,
+                                           eos_token=list(self._eos_ids))
+        return tokenizer, breaks
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:

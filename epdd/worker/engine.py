@@ -150,7 +150,7 @@ class Engine(Intake[Request]):
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
         content = inputs.content(tokens, message.spans) if self._caches else ()
-        constraint = self._constraints.make(s.grammar, s.ignore_eos) if s.grammar else None
+        constraint = self._constraints.make(s) if s.grammar else None
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
         stop = frozenset(s.stop_token_ids) | eos

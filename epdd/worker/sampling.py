@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from epdd.wire import Sampling, TokenLogprob
-from epdd.worker.constraint import Constraint
+from epdd.worker.constraint import AfterThinking, Constraint
 
 GREEDY_BELOW = 1e-5         # a temperature below this would overflow the division
 BAN_BIAS = -100.0           # the OpenAI API promises a ban at this value, whatever the model's logits are
@@ -21,7 +21,7 @@ class Sampler:
     """How one request chooses; keeps what its past tokens change."""
 
     def __init__(self, sampling: Sampling, prompt: list[int], stop_ids: frozenset[int], vocab: int,
-                 device: torch.device, constraint: Constraint | None = None) -> None:
+                 device: torch.device, constraint: Constraint | AfterThinking | None = None) -> None:
         self._s = sampling
         self._constraint = constraint
         self._generated = 0
@@ -92,7 +92,7 @@ class Sampler:
             logits[self._stop] = float("-inf")
         return logits
 
-    def _legal(self, logits: torch.Tensor, constraint: Constraint) -> torch.Tensor:
+    def _legal(self, logits: torch.Tensor, constraint: Constraint | AfterThinking) -> torch.Tensor:
         illegal = ~constraint.legal().to(logits.device)
         adjusted = self._adjusted(logits).masked_fill_(illegal, float("-inf"))
         # Where bias or min_tokens ban all that is legal, the grammar goes first.

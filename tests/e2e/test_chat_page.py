@@ -1,6 +1,7 @@
 """The chat page in a real browser, against the real daemon with its demo model."""
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -387,3 +388,24 @@ def test_both_schemes_are_readable_by_all(visit, scheme):
         page.keyboard.press("Enter")
         answer(page)
         assert [(fault["id"], fault["nodes"][0]["html"]) for fault in check.run(page)["violations"]] == []
+
+
+def test_reasoning_is_folded_beside_the_answer(visit):
+    """Shown as text, not as markup, and never sent back as part of the answer."""
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "a <b>plan</b>\n"},
+              {"reasoning_content": "of two lines"}, {"content": "red"}]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    said = ("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    with visit(routes=[said]) as page:
+        page.get_by_label("Question", exact=True).fill("What colour?")
+        page.keyboard.press("Enter")
+        assert answer(page) == "red"
+        thoughts = page.locator(".reasoning p")
+        expect(thoughts).to_be_hidden()
+        page.locator(".reasoning summary").click()
+        expect(thoughts).to_be_visible()
+        assert thoughts.inner_text() == "a <b>plan</b>\nof two lines"
+        page.get_by_label("Question", exact=True).fill("Sure?")
+        sent = asked(page, lambda: page.keyboard.press("Enter"))
+        assert sent["messages"][1] == {"role": "assistant", "content": "red"}

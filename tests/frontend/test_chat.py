@@ -31,7 +31,8 @@ async def test_a_whole_answer(house: House) -> None:
                      "logprobs": None, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": len(request.tokens), "completion_tokens": body["usage"]["completion_tokens"],
                   "total_tokens": len(request.tokens) + body["usage"]["completion_tokens"],
-                  "prompt_tokens_details": {"cached_tokens": 5, "image_tokens": 4}}}
+                  "prompt_tokens_details": {"cached_tokens": 5, "image_tokens": 4},
+                  "completion_tokens_details": {"reasoning_tokens": 0}}}     # the template knows </think>
     # The end-of-answer token was generated too.
     assert body["usage"]["completion_tokens"] == len(house.script.tokenizer.encode("hello world").ids) + 1
     assert request.id.startswith("chatcmpl-")

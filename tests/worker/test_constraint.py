@@ -53,7 +53,8 @@ def answer(folder: str, **sampling: Any) -> tuple[str, wire.FromWorker, list[int
 
 
 def constraint(folder: str, text: str, ignore_eos: bool = False) -> Constraint:
-    return Constraints(folder, 640, families.load(folder).eos_ids).make(text, ignore_eos)
+    return Constraints(folder, 640, families.load(folder).eos_ids).make(
+        wire.Sampling(max_tokens=1, grammar=text, ignore_eos=ignore_eos))
 
 
 def test_200_random_schemas_are_kept(checkpoint: Callable[..., str]) -> None:
@@ -286,3 +287,56 @@ def test_a_ban_gives_way_only_where_nothing_else_is_legal() -> None:
     assert chosen([2, 3], logit_bias={3: -100.0, 2: -100.0}) == 3
     assert chosen([2, 9], min_tokens=3) == 2
     assert chosen([9], min_tokens=3) == 9
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_grammar_begins_after_the_thoughts(checkpoint: Callable[..., str], opens: bool) -> None:
+    """Thoughts are free text that cannot end the answer; what follows the closing token fits."""
+    folder = checkpoint("qwen3_vl")
+    start, end = 11, 12     # any two tokens will do
+    bench = pd.Bench(folder, kv_tokens=1 << 14)
+    for seed in range(30):
+        # A random model would hardly ever write these two by itself.
+        bias = {start: 60.0, end: 100.0} if opens and seed % 2 else {end: 6.0}
+        bench.submit(str(seed), pd.prompt(folder, [20], seed=seed), max_tokens=400, temperature=1.0, seed=seed,
+                     grammar=grammar(DIGITS), think_end_id=end, think_start_id=start if opens else -1,
+                     logit_bias=bias)
+    ended = 0
+    for name, tokens in bench.run().items():
+        last = bench.of(name)[-1]
+        assert isinstance(last, wire.Done)
+        if opens and not int(name) % 2:
+            begun = tokens[0] == start
+        else:
+            begun = True
+            assert not opens or tokens[0] == start
+        if begun and end not in tokens:
+            assert last.reason == "length"      # it never ends inside
+            continue
+        answer = tokens[tokens.index(end) + 1:] if begun else tokens
+        text = bench.text(answer)
+        assert valid(DIGITS, json.loads(text)), (name, text)
+        assert last.reason == "stop" and (not begun or text.lstrip("\n")[0] == "{")
+        ended += 1
+    assert ended >= 25
+
+
+def test_one_line_break_may_stand_between_thoughts_and_grammar(checkpoint: Callable[..., str]) -> None:
+    folder = checkpoint("qwen3_vl")
+    made = Constraints(folder, 640, families.load(folder).eos_ids)
+    line, letter, end = (pd.Bench.token(folder, text) for text in ("\n", "x", "z"))
+
+    def after(text: str, *tokens: int) -> list[bool]:
+        """Whether a line break, x, and the end may follow."""
+        limits = made.make(wire.Sampling(max_tokens=9, grammar=text, think_end_id=end))
+        for token in tokens:
+            assert limits.legal()[token]
+            limits.accept(token)
+        legal = limits.legal()
+        return [bool(legal[token]) for token in (line, letter, families.load(folder).eos_ids[0])]
+
+    assert after('start: "x"', letter) == [True, True, False]               # thinking: all but the end
+    assert after('start: "x"', letter, end) == [True, True, False]          # a break, or the grammar
+    assert after('start: "x"', end, line) == [False, True, False]           # one break only
+    assert after('start: "\\nx"', end, line) == [False, True, False]        # here it was the grammar's own
+    assert after('start: "x"', end, line, letter) == [False, False, True]

@@ -61,7 +61,9 @@ export class Conversation {
     this.exchanges.forEach((other) => other.actions?.remove());
     exchange.text = "";
     const text = make("p", { class: "text" });
-    exchange.answer.replaceChildren(make("h3", { class: "unseen" }, "Answer"), text);
+    const thoughts = make("p");
+    const reasoning = make("details", { class: "reasoning", hidden: true }, make("summary", {}, "Reasoning"), thoughts);
+    exchange.answer.replaceChildren(make("h3", { class: "unseen" }, "Answer"), reasoning, text);
     exchange.element.classList.remove("failed");
     exchange.element.classList.add("running");
     this.changed();
@@ -75,10 +77,15 @@ export class Conversation {
         facts.usage = chunk.usage ?? facts.usage;
         const [choice] = chunk.choices;
         facts.reason = choice?.finish_reason ?? facts.reason;
-        if (!choice?.delta.content) continue;
+        const { content, reasoning_content: thought } = choice?.delta ?? {};
+        if (!content && !thought) continue;
         facts.first ??= performance.now();
-        exchange.text += choice.delta.content;
-        follow(exchange.element, () => text.append(choice.delta.content));
+        exchange.text += content ?? "";
+        follow(exchange.element, () => {
+          reasoning.hidden &&= !thought;
+          thoughts.append(thought ?? "");
+          text.append(content ?? "");
+        });
       }
     } catch (caught) {
       if (abort.signal.aborted) facts.reason = "stopped";

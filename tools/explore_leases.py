@@ -29,6 +29,9 @@ SMALL = {
     "a shared image": Scenario((Ask((0, 2)), Ask((2, 4))), pages=3, cancels=1, small=True),
     "a shared image, two encoders": Scenario((Ask((0, 2)), Ask((2, 4))), pages=3, encoders=2, cancels=1, small=True),
     "a hole too small": Scenario((Ask((0, 2)), Ask((2, 1))), pages=3, cancels=1, small=True),
+    "an answer sent whole, a death": Scenario((Ask((0,), whole=True),), pages=1, deaths=1, lacks=1, small=True),
+    "an answer sent whole, two deaths": Scenario((Ask((0,), whole=True),), pages=1, pds=2, cancels=1, deaths=2, lacks=1,
+                                                 small=True),
     "a shared image, a death": Scenario((Ask((0, 2)), Ask((2, 4))), pages=3, cancels=1, deaths=1, small=True),
 }
 

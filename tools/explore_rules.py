@@ -55,7 +55,9 @@ def check_outcome(asker: Asker, given: Scenario, happened: Counter[str]) -> None
             raise Violation(f"{asker.request.id} completed with {whole}")
         if {MANNERS.bad, MANNERS.lie} & set(ask.images):
             raise Violation(f"{asker.request.id} has an image that cannot be encoded, and completed")
-    elif asker.outcome == "cancelled" and not happened["cancel"]:
+    if asker.anew > min(1, sum(happened[kind] for kind in ("death", "order"))):
+        raise Violation(f"{asker.request.id} began anew {asker.anew} times")
+    if asker.outcome == "cancelled" and not happened["cancel"]:
         raise Violation(f"{asker.request.id} was cancelled by nobody")
     elif error is not None and not _fair(asker, error, given, happened):
         raise Violation(f"{asker.request.id} failed for no reason: {type(error).__name__}: {error}")
@@ -74,8 +76,8 @@ def _fair(asker: Asker, error: Exception, given: Scenario, happened: Counter[str
         return ask.deadline_s > 0
     if isinstance(error, ArenaFull):
         return sum(pages_of(image) for image in set(ask.images)) > given.pages
-    if isinstance(error, WorkerLost) and started:
+    if isinstance(error, WorkerLost) and started and not (ask.whole and asker.request.has_images):
         return losses > 0
     if isinstance(error, (WorkerLost, Rejected)):
-        return losses > 1       # one loss before the first token is made good
+        return losses > 1       # one loss is made good, but for a stream with a token and for images let go
     return isinstance(error, NoWorker) and (orders > 0 or losses > 1)

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
@@ -45,7 +46,7 @@ class House:
         self._given = given
         self._choices = choices
         self._loop = loop
-        self._left = {"cancel": given.cancels, "death": given.deaths, "order": given.orders}
+        self._left = {"cancel": given.cancels, "death": given.deaths, "order": given.orders, "lack": given.lacks}
         self.happened: Counter[str] = Counter()    # faults
         self.story: list[str] = []
         self.faults: list[str] = []         # of ours, as the log and the loop tell them
@@ -177,10 +178,14 @@ class House:
         if self._left["death"]:
             for process in living:
                 yield self._fault("death", f"{process.spec.name} dies", process.die, -9)
+        if self._left["lack"]:
+            for asker in self.askers:
+                if asker.offered and not asker.outcome:
+                    yield self._fault("lack", f"{asker.request.id}'s images are let go", asker.let_go)
         if self._left["order"] and self._stop is None:
             for worker in self.supervisor.workers:
-                for verb in (self.supervisor.drain, self.supervisor.resume, self.supervisor.restart):
-                    yield self._fault("order", f"{verb.__name__} {worker.name}", verb, worker.name)
+                for verb in (self.supervisor.drain, self.supervisor.resume, self.supervisor.restart, self._move):
+                    yield self._fault("order", f"{verb.__name__.strip('_')} {worker.name}", verb, worker.name)
             for process in living:
                 yield self._fault("order", f"{process.spec.name} breaks the wire format", process.garble)
             yield self._fault("order", "the daemon is told to stop", self._begin_stop)
@@ -191,6 +196,12 @@ class House:
             self.happened[kind] += 1
             call(*args)
         return Action(name, happen)
+
+    def _move(self, name: str) -> None:
+        """Another seat: the process ends, and the next one is begun there."""
+        specs = [worker.spec for worker in self.supervisor.workers]
+        self.supervisor.reconcile(replace(spec, cpus=(*spec.cpus, len(spec.cpus)))
+                                  if spec.name == name else spec for spec in specs)
 
     def _begin_stop(self) -> None:
         self.happened["order"] += len(self.supervisor.workers)     # of all of them at once

@@ -1,13 +1,16 @@
 """Schedules of dispatch explored by tools/explore_leases.py: none breaks an invariant, and planted faults are found."""
 
 import sys
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.leases import Leases
-from epdd.dispatch.pipeline import Pipeline
+from epdd.dispatch.pipeline import Again, Pipeline
+from epdd.dispatch.request import Request
 from epdd.errors import WorkerLost
 from epdd.extents import Extents
 from epdd.fleet.channel import Work
@@ -24,7 +27,8 @@ def test_a_thousand_random_schedules_hold():
     explore("seeds", at_random(1_000_000, 1000))
 
 
-@pytest.mark.parametrize("name", ["one request, cancelled, a death", "one image for two", "room for one of two"])
+@pytest.mark.parametrize("name", ["one request, cancelled, a death", "one image for two", "room for one of two",
+                                  "an answer sent whole, a death"])
 def test_every_schedule_of_a_small_scenario_holds(name):
     explore(name, all_of(SMALL[name]))
 
@@ -57,8 +61,8 @@ def readers_hold_nothing(monkeypatch):
     """A PD worker's reading keeps no bytes."""
     start = Pipeline._start
 
-    def without(self, request, work_id, index, worker, embeddings, events):
-        work, let_go = start(self, request, work_id, index, worker, embeddings, events)
+    def without(*args):
+        work, let_go = start(*args)
         let_go()
         return work, let_go
     monkeypatch.setattr(Pipeline, "_start", without)
@@ -136,13 +140,38 @@ def requests_take_what_they_get(monkeypatch):
     monkeypatch.setattr(Pipeline, "_release", keep_one)
 
 
+def streams_begin_anew(monkeypatch):
+    """What a client has read already is told again."""
+    run = Pipeline.run
+    monkeypatch.setattr(Pipeline, "run", lambda self, request: run(self, replace(request, whole=True)))
+
+
+def nobody_hears_that_all_begins_anew(monkeypatch):
+    """The second answer is added to what came of the first."""
+    run = Pipeline.run
+
+    async def silent(self, request):
+        async with aclosing(run(self, request)) as answers:
+            async for answer in answers:
+                if not isinstance(answer[1], Again):
+                    yield answer
+    monkeypatch.setattr(Pipeline, "run", silent)
+
+
+def images_that_are_gone_are_encoded_again(monkeypatch):
+    """A second try takes an answer's images to be there still."""
+    monkeypatch.setattr(Request, "has_images", True)
+
+
 FAULTS = (released_with_the_request, released_twice, readers_hold_nothing, held_until_cancelled,
           works_end_with_their_socket, nobody_is_woken, holes_stay, the_cancelled_is_not_tried_again,
-          an_embedding_is_kept_after_its_shrink, requests_take_what_they_get)
+          an_embedding_is_kept_after_its_shrink, requests_take_what_they_get, streams_begin_anew,
+          nobody_hears_that_all_begins_anew, images_that_are_gone_are_encoded_again)
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)
-    with pytest.raises(Violation):
+    with pytest.raises(Violation) as found:
         explore("planted", at_random(0, 3000))
+    assert "TypeError" not in str(found.value)      # it is what was planted that was found, not a broken plant

@@ -18,6 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from epdd.arguments import Parser, near
 from epdd.errors import ConfigError
 from epdd.wishes import ROLES, Wish, Workers, count, wish
 
@@ -50,8 +51,10 @@ class Admin:
 
 @dataclass(frozen=True)
 class Model:
-    path: str = ""                          # empty: the demo model that ships with epdd
-    name: str = ""                          # name in the API; empty: the folder's name
+    path: str = ""                          # folder, or a Hub's id (ORG/NAME); empty: the demo model of epdd
+    revision: str = ""                      # of an id: branch, tag or commit; empty: main
+    download: bool = False                  # fetch a model named by id that is not in the local cache
+    name: str = ""                          # name in the API; empty: the id, or the folder's name
     aliases: tuple[str, ...] = ()           # other names that requests may use
     dtype: str = "auto"
     context_max: int = 0                    # tokens; 0: what the checkpoint allows
@@ -154,12 +157,12 @@ class Config:
     def with_values(self, section: str, values: Mapping[str, Any], source: str) -> "Config":
         """A copy with `values` set in `section`.  Raises ConfigError naming `source` and the field."""
         if section not in SECTIONS:
-            raise ConfigError(f"{source}: unknown section [{section}]")
+            raise ConfigError(f"{source}: unknown section [{section}]{near(section, SECTIONS)}")
         kinds = typing.get_type_hints(SECTIONS[section])
         checked = {}
         for key, value in values.items():
             if key not in kinds:
-                raise ConfigError(f"{source}: unknown setting {section}.{key}")
+                raise ConfigError(f"{source}: unknown setting {section}.{key}{near(key, kinds)}")
             checked[key] = _coerce(value, kinds[key], f"{source}: {section}.{key}")
         return replace(self, **{section: replace(getattr(self, section), **checked)})
 
@@ -189,16 +192,21 @@ _CHOICES = {
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")      # as browsers send it: no path, no slash at the end
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Config, argparse.Namespace]:
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None,
+         prog: str = "python -m epdd") -> tuple[Config, argparse.Namespace]:
     """Settings from file, environment and arguments, the later winning.  Raises ConfigError."""
-    args = _parser().parse_args(argv)
+    args = _parser(prog).parse_args(argv)
+    if args.positional and args.model:
+        raise ConfigError(f"two models: {args.positional} and --model {args.model}; name one")
+    args.model = args.positional or args.model
     environ = os.environ if environ is None else environ
     config = Config()
     path = Path(args.config) if args.config else SYSTEM_FILE
     if args.config or path.is_file():
         config = from_file(config, path)
     config = _from_environ(config, environ)
-    for option, section, key in (("model", "model", "path"), ("host", "server", "host"), ("port", "server", "port"),
+    for option, section, key in (("model", "model", "path"), ("revision", "model", "revision"),
+                                 ("host", "server", "host"), ("port", "server", "port"),
                                  ("emulate", "emulation", "profile")):
         value = getattr(args, option)
         if value is not None:
@@ -319,14 +327,12 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Workers: "a number or text"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(f"{message} (see python -m epdd --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m epdd", description="Serve a vision-language model from this machine.")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the demo model)")
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description="Serve a vision-language model from this machine.")
+    parser.add_argument("positional", nargs="?", metavar="MODEL",
+                        help="checkpoint folder, or a model of the Hub as ORG/NAME (default: the demo model)")
+    parser.add_argument("--model", metavar="MODEL", help="the same")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model of the Hub (default: main)")
     parser.add_argument("--emulate", metavar="NAME", help="devices with given time models: a shipped profile or a file")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", help="TCP port to listen on; 0: any")

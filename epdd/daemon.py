@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from epdd import __version__, arena, checkpoint, config, emulation, families, log, placement, systemd
+from epdd import __version__, arena, checkpoint, config, emulation, families, hub, log, placement, systemd
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
@@ -58,10 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings, args = config.load(arguments)
         if args.version:
-            print(__version__)
+            print(f"epdd {__version__}")
             return 0
         log.setup(settings.log.level)
         _return_freed_memory()
+        settings = hub.located(settings, settings.model.download)
+        os.environ["HF_HUB_OFFLINE"] = "1"      # no worker's library asks for anything beyond that
         found = checkpoint.look(settings.model.path or str(families.DEMO))
         for warning in found.warnings:
             logger.warning("model %s", warning)

@@ -56,6 +56,13 @@ class ModelError(StartupError):
     code = "bad_model"
 
 
+class HubUnreachable(StartupError):
+    """The Hub could not be asked or broke off; the same may succeed later."""
+
+    code = "hub_unreachable"
+    exit_code = 75      # EX_TEMPFAIL: systemd may try again
+
+
 # --- the client's fault: 4xx, not logged as an error
 
 

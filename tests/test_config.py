@@ -115,7 +115,7 @@ def test_bad_files_name_the_field(tmp_path, toml, words):
 @pytest.mark.parametrize("argv, environ, words", [
     (["--config", "/nowhere.toml"], {}, "/nowhere.toml: No such file"),
     (["--set", "server.port=x"], {}, "--set: server.port is 'x'"), (["--set", "port=1"], {}, "--set: unknown section"),
-    (["--port", "x"], {}, "--port: server.port is 'x'"), (["--wrong"], {}, "unrecognized arguments: --wrong"),
+    (["--port", "x"], {}, "--port: server.port is 'x'"), (["--wrong"], {}, "unknown option --wrong"),
     ([], {"EPDD_SERVER_PORT": "x"}, "environment: server.port is 'x'"),
     ([], {"EPDD_SERVER_PROT": "1"}, "environment: unknown setting server.prot")])
 def test_bad_arguments_and_environment_name_the_field(no_system_file, argv, environ, words):

@@ -17,23 +17,29 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Any) -> None:
-    settings = argparse.ArgumentParser(add_help=False)
-    settings.add_argument("--model", metavar="DIR", help="checkpoint folder")
-    settings.add_argument("--config", metavar="FILE", help="settings, as the daemon reads them")
-    settings.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
+    verb = verbs.add_parser("plan", help="show which workers would run where; starts nothing, needs no daemon")
+    plan_arguments(verb)
+    verb.set_defaults(run=plan)
 
-    verb = verbs.add_parser("plan", parents=[settings],
-                            help="show which workers would run where; starts nothing, needs no daemon")
-    verb.add_argument("--why", action="store_true", help="say the reason for each decision")
-    verb.add_argument("--json", action="store_true", help="for programs")
-    _add_machine(verb, "--topology")
-    verb.set_defaults(run=_plan)
-
-    verb = verbs.add_parser("topology", parents=[settings],
-                            help="draw sockets, NUMA nodes, cores, memory, GPUs, and the workers on them")
+    verb = verbs.add_parser("topology", help="draw sockets, NUMA nodes, cores, memory, GPUs, and the workers on them")
+    _add_settings(verb)
     verb.add_argument("--save", metavar="FILE", help="write the machine to a file for --load or plan --topology")
     _add_machine(verb, "--load")
     verb.set_defaults(run=_topology)
+
+
+def plan_arguments(verb: argparse.ArgumentParser) -> None:
+    """What `plan` reads."""
+    _add_settings(verb)
+    verb.add_argument("--why", action="store_true", help="say the reason for each decision")
+    verb.add_argument("--json", action="store_true", help="for programs")
+    _add_machine(verb, "--topology")
+
+
+def _add_settings(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--model", metavar="MODEL", help="checkpoint folder, or a model of the Hub in the local cache")
+    verb.add_argument("--config", metavar="FILE", help="settings, as the daemon reads them")
+    verb.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
 
 
 def _add_machine(verb: argparse.ArgumentParser, load: str) -> None:
@@ -42,14 +48,15 @@ def _add_machine(verb: argparse.ArgumentParser, load: str) -> None:
     which.add_argument("--sysroot", metavar="DIR", help="a copied machine: folder of its sys/ and proc/")
 
 
-def _plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
+    """Print the placement.  Raises CtlError."""
     from msgspec import to_builtins
 
     from epdd import placement
     topology = _machine(args)
-    plan = _decide(args, topology)
-    print(json.dumps([asdict(spec) for spec in plan.specs], indent=2, default=to_builtins) if args.json
-          else placement.explain(plan.specs, topology, plan.why if args.why else ()))
+    decided = _decide(args, topology)
+    print(json.dumps([asdict(spec) for spec in decided.specs], indent=2, default=to_builtins) if args.json
+          else placement.explain(decided.specs, topology, decided.why if args.why else ()))
     return 0
 
 
@@ -103,13 +110,13 @@ def _machine(args: argparse.Namespace) -> Topology:
 
 
 def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
-    from epdd import checkpoint, config, emulation, families, placement
+    from epdd import checkpoint, config, emulation, families, hub, placement
     from epdd.errors import StartupError
     argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
     for item in args.set:
         argv += ["--set", item]
     try:
-        settings, _ = config.load(argv)
+        settings = hub.located(config.load(argv)[0], download=False)
         family = checkpoint.look(settings.model.path or str(families.DEMO)).family
         emulated = emulation.load(settings.emulation, family.folder)
         family = emulated.family(family) if emulated else family

@@ -1,0 +1,52 @@
+"""Command lines: what cannot be parsed is told in one sentence, with the option that was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import typing
+from collections.abc import Iterable, Sequence
+
+from epdd.errors import ConfigError
+
+# Options of other servers that people try first, and the way here.
+ELSEWHERE = {
+    "--api-key": "set EPDD_SERVER_API_KEYS, or --set server.api_keys_file=FILE",
+    "--data-parallel-size": "every GPU gets a worker by itself; --set pd.workers=gpu:N asks for a number",
+    "--dtype": "--set model.dtype=NAME",
+    "--gpu-memory-utilization": "--set pd.kv_bytes=N limits the KV cache",
+    "--limit-mm-per-prompt": "--set media.images_max=N",
+    "--max-model-len": "--set model.context_max=N",
+    "--max-num-batched-tokens": "--set pd.token_budget=N",
+    "--max-num-seqs": "--set pd.batch_max=N",
+    "--model-path": "--model MODEL",
+    "--served-model-name": "--set model.name=NAME",
+    "--tensor-parallel-size": "a model lies whole on each GPU, and every GPU gets a worker by itself",
+    "--tp": "a model lies whole on each GPU, and every GPU gets a worker by itself",
+}
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` if one of `known` is spelled like `word`, else nothing."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Sequence[str] | None = None,       # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            option = word.partition("=")[0]
+            if option in ELSEWHERE:
+                self.error(f"no option {option} here: {ELSEWHERE[option]}")
+            if word.startswith("-"):
+                self.error(f"unknown option {option}{near(option, self._option_string_actions)}")
+        if unknown:
+            self.error(f"one argument too many: {unknown[0]}")
+        return found

@@ -1,0 +1,1 @@
+"""`epdd`, for people: `main.py` has its verbs."""

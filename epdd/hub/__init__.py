@@ -1,0 +1,52 @@
+"""Models by id, ORG/NAME: looked up in the local cache of the Hugging Face Hub, and downloaded into it.
+
+huggingface_hub is imported only where a model is named by id: a daemon that serves a folder has neither its memory nor
+its start time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from epdd.config import Config
+from epdd.errors import ModelError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://(?:models/)?)({_ID.pattern})(?:[/@?#].*)?")
+
+
+def is_id(model: str) -> bool:
+    """Whether `model` is meant as ORG/NAME.  A folder of that name goes first."""
+    return bool(_ID.fullmatch(model)) and not Path(model).exists()
+
+
+def located(settings: Config, download: bool) -> Config:
+    """`settings` with the folder of a model named by id, and the id as its name unless another is set.
+
+    Whatever is no id stays.  `download`: fetch what is not in the local cache.  Raises ModelError saying the ways out,
+    HubUnreachable where only the network is missing.
+    """
+    model = settings.model
+    if not is_id(model.path):
+        refuse_missing(model.path)
+        return settings
+    from epdd.hub import cache
+    folder = cache.found(model.path, model.revision)
+    if folder is None:
+        if not download:
+            raise ModelError(cache.absent(model.path, model.revision) + f"; run `{cache.pull_command(model)}`, for "
+                             "a service as its user, or set model.download = true")
+        from epdd.hub import download as downloads
+        folder = downloads.pull(model.path, model.revision)
+    return replace(settings, model=replace(model, path=str(folder), name=model.name or model.path))
+
+
+def refuse_missing(model: str) -> None:
+    """Raises ModelError where `model` is neither a folder nor an id; empty is the demo model."""
+    if not model or Path(model).exists() or is_id(model):
+        return
+    if address := _ADDRESS.fullmatch(model):
+        raise ModelError(f"{model} is an address; name the model as {address[1]}")
+    raise ModelError(f"{model}: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/NAME")

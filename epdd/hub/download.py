@@ -1,0 +1,189 @@
+"""Downloads a model of the Hub into its local cache, and goes on where an earlier try was broken off.
+
+huggingface_hub lists the files, fetches the small ones and makes the snapshot of links.  Of a file that is broken
+off it keeps nothing, and a shard has gigabytes: weights are fetched here, by its own HTTP, into a file beside their
+place among the cache's blobs, and moved there when they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import (build_hf_headers, disable_progress_bars,     # type: ignore[attr-defined]
+                                   filter_repo_objects, logging)
+
+from epdd import __version__
+from epdd.errors import ModelError
+from epdd.hub import cache, faults
+from epdd.hub.bars import Bars, size
+
+FILES_AT_ONCE = 8
+PIECE_BYTES = 1 << 20       # at most so much of each file is fetched anew after an interruption
+SPARE_BYTES = 64 << 20      # of the disk, left to others
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A file of weights in the Hub's large-file storage."""
+
+    name: str
+    bytes: int
+    sha256: str         # also the name of its blob
+
+
+class _Stopped(Exception):
+    """Another file's download failed, or the user has had enough."""
+
+
+def pull(model: str, revision: str = "") -> Path:
+    """Bring all that epdd reads of the model into the local cache; its snapshot's folder.
+
+    Exits the process with 130 on Ctrl-C.  Raises ModelError, HubUnreachable.
+    """
+    disable_progress_bars()
+    logging.set_verbosity_error()       # type: ignore[no-untyped-call]
+    constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
+    try:
+        with faults.told(model, revision):
+            return _pull(model, revision)
+    except KeyboardInterrupt:
+        again = f"epdd pull {model}" + (f" --revision {revision}" if revision else "")
+        print(f"epdd: stopped; `{again}` goes on where this left off", file=sys.stderr, flush=True)
+        os._exit(130)       # threads that wait for the network would hold up any other way
+
+
+def _pull(model: str, revision: str) -> Path:
+    info = HfApi(library_name="epdd", library_version=__version__).model_info(
+        model, revision=revision or None, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings or ()}
+    wanted = list(filter_repo_objects(files, allow_patterns=cache.WANTED, ignore_patterns=cache.UNWANTED))
+    _refuse(model, list(files), wanted)
+    # The settings first: a model that is not served should be refused before its weights are fetched.  By commit, so
+    # that the branch points to the new snapshot only when all of it is there.
+    small = [name for name in wanted if not name.endswith(".safetensors")]
+    commit = str(info.sha)
+    folder = _snapshot(model, commit, small)
+    refuse_unserved(folder)
+    _fetch(model, commit, [_Weights(name, stored.size, stored.sha256) for name in wanted
+                           if name.endswith(".safetensors") and (stored := files[name].lfs)])
+    return _snapshot(model, revision or None, cache.WANTED)
+
+
+def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=cache.UNWANTED,
+                                  library_name="epdd", library_version=__version__))
+
+
+def _refuse(model: str, names: list[str], wanted: list[str]) -> None:
+    """Raises ModelError where what the Hub lists is no checkpoint that could be served."""
+    if not any(name.endswith(".safetensors") for name in wanted):
+        others = sorted({kind for name in names for kind in (".gguf", ".bin", ".pth", ".pt") if name.endswith(kind)})
+        raise ModelError(f"{model} has no weights as safetensors" + (f", only {', '.join(others)}" if others else "")
+                         + ", and epdd reads no others; choose a model with *.safetensors files")
+    if "config.json" not in wanted:
+        raise ModelError(f"{model} has no config.json, so it is no checkpoint for transformers; choose another")
+
+
+def refuse_unserved(folder: Path) -> None:
+    """Raises ModelError if the settings alone say that epdd does not serve it."""
+    from epdd import families
+    families.load(str(folder))
+
+
+def _fetch(model: str, commit: str, weights: list[_Weights]) -> None:
+    """Bring the weights among the cache's blobs."""
+    blobs = cache.blobs(model)
+    missing = [file for file in weights if not (blobs / file.sha256).exists()]
+    if not missing:
+        return
+    blobs.mkdir(parents=True, exist_ok=True)
+    here = {file: min(_bytes_of(_part(blobs, file)), file.bytes) for file in missing}
+    _refuse_full_disk(model, blobs, sum(file.bytes - here[file] for file in missing))
+    total = sum(file.bytes for file in weights)
+    bars = Bars(model, total, total - sum(file.bytes - here[file] for file in missing))
+    threads = ThreadPoolExecutor(FILES_AT_ONCE)
+    with bars:
+        work = [threads.submit(_one, model, commit, file, blobs, bars) for file in missing]
+        try:
+            for each in as_completed(work):
+                each.result()
+        except Exception:
+            bars.stopped = True
+            threads.shutdown(cancel_futures=True)
+            raise
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    threads.shutdown()
+
+
+def _one(model: str, commit: str, file: _Weights, blobs: Path, bars: Bars) -> None:
+    """Bring one file, or the rest of it.  What it has so far stays where it fails."""
+    blob, part = blobs / file.sha256, _part(blobs, file)
+    with part.open("ab", buffering=0) as target:
+        fcntl.flock(target, fcntl.LOCK_EX)      # another process may be at it
+        if blob.exists():
+            part.unlink(missing_ok=True)
+            return
+        if (here := target.tell()) > file.bytes:
+            target.truncate(here := 0)
+        task = bars.began(file.name, file.bytes, here)
+
+        class Bar:
+            """What http_get takes for a bar of tqdm's."""
+
+            def __init__(self, **told: Any) -> None:
+                pass
+
+            def __enter__(self) -> Self:
+                return self
+
+            def __exit__(self, *how: object) -> None:
+                pass
+
+            def update(self, count: float = 1) -> None:
+                bars.add(task, int(count))
+                if bars.stopped:
+                    raise _Stopped
+
+        http_get(hf_hub_url(model, file.name, revision=commit), target, resume_size=here,
+                 headers=build_hf_headers(library_name="epdd", library_version=__version__),
+                 expected_size=file.bytes, displayed_filename=file.name, tqdm_class=Bar)
+        with part.open("rb") as whole:
+            if hashlib.file_digest(whole, "sha256").hexdigest() != file.sha256:
+                target.truncate(0)
+                raise ModelError(f"{model}: {file.name} arrived damaged: its SHA-256 is not the one that the Hub "
+                                 "names; run the same command again to fetch it anew")
+        part.replace(blob)
+    bars.ended(task)
+
+
+def _part(blobs: Path, file: _Weights) -> Path:
+    return blobs / f"{file.sha256}.part"
+
+
+def _bytes_of(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _refuse_full_disk(model: str, folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed + SPARE_BYTES > free:
+        raise ModelError(f"{model} needs {size(needed)} more, and {constants.HF_HUB_CACHE} has {size(free)} free; make "
+                         "room there, or set HF_HOME to a folder on a larger disk")
+
+
+__all__ = ["pull"]

@@ -1,10 +1,20 @@
-# The two commands of the README and what they need.  Python 3.11 or newer; everything lands in .venv.
+# What the README tells to type, and what that needs.  Python 3.11 or newer; everything lands in .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: serve test check test-numa versions clients lint clean install-system
+.PHONY: help serve test check test-numa versions clients lint clean install-system
+
+help:
+	@echo "make serve           set up $(VENV) and serve the demo model at http://127.0.0.1:8765"
+	@echo "make test            set up $(VENV) for tests; flake8, mypy, import-linter and pytest"
+	@echo "make check, lint     the same in an environment that is there; lint without pytest"
+	@echo "make test-numa       the service on an emulated machine of five NUMA nodes (QEMU)"
+	@echo "make versions        the oldest and the newest transformers"
+	@echo "make clients         what tests/clients runs: other people's clients, 2 GB"
+	@echo "make install-system  as root: the daemon under systemd"
+	@echo "make clean           remove $(VENV) and build"
 
 serve: $(VENV)/.installed
 	$(BIN)/python -m epdd
@@ -34,24 +44,32 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python tools/audit.py
 
+# Kernels are compiled at the installation: it is done again once there is a compiler that was not there then.
+COMPILER := $(firstword $(foreach name,g++ c++,$(shell command -v $(name))))
+ifneq ($(COMPILER),)
+AGAIN := $(shell test -s $(VENV)/.installed && ! grep -q . $(VENV)/.installed && echo FORCE)
+endif
+.PHONY: FORCE
+
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
-$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/worker/native/*.h) constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	touch $@
+$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/worker/native/*.h) constraints.txt $(AGAIN)
+	@tools/venv.sh $(VENV) $(PYTHON)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@echo "$(COMPILER)" >$@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[test]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[test]
 	touch $@
 
 # As root: the daemon under systemd, from a venv that every user can read.
 install-system:
-	test -x /opt/epdd/venv/bin/python || $(PYTHON) -m venv /opt/epdd/venv
-	/opt/epdd/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt .
+	tools/venv.sh /opt/epdd/venv $(PYTHON)
+	/opt/epdd/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
 	install -Dm644 systemd/epdd.service /etc/systemd/system/epdd.service
 	test -e /etc/epdd/epdd.toml || install -Dm644 etc/epdd.toml /etc/epdd/epdd.toml
 	install -Dm644 etc/completion.bash /usr/share/bash-completion/completions/epdctl
-	ln -sf /opt/epdd/venv/bin/epdctl /usr/local/bin/epdctl
+	ln -sf epdctl /usr/share/bash-completion/completions/epdd
+	ln -sf /opt/epdd/venv/bin/epdctl /opt/epdd/venv/bin/epdd /usr/local/bin/
 	systemctl daemon-reload
 
 clean:

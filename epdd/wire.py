@@ -209,6 +209,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
     seconds: float = 0.0            # from spawn to ready
     arena_huge_bytes: int = 0       # of its slice of the arena, that lie in huge pages: read back
+    warning: str = ""               # what makes it slower than it could be, and what helps
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True, omit_defaults=True):

@@ -273,8 +273,8 @@ class Supervisor:
             worker.fault = message.message
         elif not self.stopping:
             worker.is_ready(message)
-            if message.binding.warning:
-                log.warning("%s %s", worker.name, message.binding.warning)
+            for warning in filter(None, (message.binding.warning, message.warning)):
+                log.warning("%s: %s", worker.name, warning)
             log.info("%s ready seconds=%.1f pid=%s cpus=%s dtype=%s", worker.name, message.seconds,
                      worker.process and worker.process.pid, message.binding.cpus, message.dtype)
             self._set(worker, State.DRAINING if worker.drained else State.READY)

@@ -103,7 +103,7 @@ class Status:
             "mem_nodes": list(binding.memory_nodes(binding.folder(pid))) if pid else None,
             "mem_policy": f"{policy}:{ranges(nodes)}" if nodes else policy or None,
             "threads": ready.binding.threads if ready else worker.spec.threads,
-            "warning": ready.binding.warning if ready else "",
+            "warning": "; ".join(filter(None, (ready.binding.warning, ready.warning))) if ready else "",
             "stage": worker.loading.stage if worker.state is State.STARTING else None,
             "progress": worker.loading.done if worker.state is State.STARTING else None,
             "restarts": worker.restarts, "in_flight": worker.in_flight, "in_flight_cost": worker.in_flight_cost,

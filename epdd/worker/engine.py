@@ -117,7 +117,8 @@ class Engine(Intake[Request]):
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
                           kv_tokens=self._scheduler.capacity, context_max=self.context_max,
-                          parameters=self._parameters)
+                          parameters=self._parameters,
+                          warning=native.advice() if self._device.type == "cpu" else "")
 
     def _exchange(self, name: str) -> bool:
         """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""

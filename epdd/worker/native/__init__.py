@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 ROWS_MAX = 64       # library.h has it too; measured: with more rows, oneDNN's products are as fast or faster
 MULTIPLE = 16       # of which sizes must be: floats in a vector
 TYPES = (torch.float32, torch.bfloat16)
+PATH = Path(__file__).with_name(f"_library{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 class Matrix(ctypes.Structure):
@@ -67,9 +69,8 @@ def rows(slots: list[int], starts: list[int], lengths: list[int]) -> Rows | None
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library, where it was built and this CPU can run it."""
-    path = Path(__file__).with_name(f"_library{sysconfig.get_config_var('EXT_SUFFIX')}")
     try:
-        found = ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(PATH))
     except OSError as error:
         log.info("no compiled kernels: %s", error)
         return None
@@ -80,6 +81,14 @@ def library() -> ctypes.CDLL | None:
     found.epdd_gemm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
     found.epdd_flash.argtypes = [ctypes.c_void_p]
     return found if found.epdd_instructions() else None
+
+
+def advice() -> str:
+    """For an operator: what to do where the library was not built and could be; empty otherwise."""
+    if PATH.exists() or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    return ("no compiled kernels, so CPUs decode at about half the speed; install a C++ compiler (Debian: apt install "
+            "g++) and install epdd again, as `make serve` does")
 
 
 def instructions() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,12 +189,15 @@ def test_weights_are_not_copied(checkpoint: Callable[..., str]) -> None:
     assert not any("Packed" in type(module).__name__ for module in model.modules())
 
 
-def test_without_kernels_the_answers_are_the_same(checkpoint: Callable[..., str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_the_answers_are_the_same_and_an_operator_is_told(
+        checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = checkpoint("qwen3_vl")
     prompts = [pd.prompt(folder, [9], 1), pd.prompt(folder, [90], 2)]
     monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "PATH", tmp_path / "not built")
     bench = pd.Bench(folder)
+    told = bench.engine.warm_up(lambda done: None).warning
+    assert "CPUs decode at about half the speed" in told and "apt install g++" in told
     for i, prompt in enumerate(prompts):
         bench.submit(str(i), prompt)
     answers = bench.run()

@@ -41,7 +41,7 @@ from epdd.frontend.context import Context
 from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.request_log import RequestLog
-from epdd.frontend.server import Runner
+from epdd.frontend.server import Runner, both_families
 from epdd.frontend.status import Status
 from epdd.hardware.probe import probe
 from epdd.wire import WorkerSpec
@@ -203,7 +203,10 @@ class Daemon:
     async def _listen(self, runner: web.AppRunner) -> int:
         server = self._settings.server
         try:
-            await web.TCPSite(runner, server.host, server.port).start()
+            if server.host == "::":     # asyncio would keep IPv4 out, unlike most servers
+                await web.SockSite(runner, both_families(server.port)).start()
+            else:
+                await web.TCPSite(runner, server.host, server.port).start()
         except OSError as error:
             raise StartupError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from None
         port = int(runner.addresses[0][1])

@@ -36,5 +36,8 @@ def fault(matcher: LLMatcher) -> str:
         return NOTHING_FITS
     # Without the place in a text that the client never wrote, and the state dumped after it.
     error = error.partition("failed to compile JSON schema: ")[2] or error
+    error = error.partition("; following special tokens")[0]
+    if "regex parse error:" in error:
+        error = "regular expression: " + error.rpartition("error: ")[2]
     error = error.partition("\n<")[0].partition(" <")[0].partition("\n   1 |")[0]
     return " ".join(error.split())[:FAULT_CHARS_MAX]

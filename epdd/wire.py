@@ -106,6 +106,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     think_end_id: int = -1          # the grammar begins after this token; -1: at once
     think_start_id: int = -1        # but only if the answer begins with this one; -1: it begins inside its thinking
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()     # empty: all
+    # The spellings of words that must not come, as an automaton: in state `from` this token leads to state `to`.  State
+    # 0 is always one of the present ones; a step that leads to 0 completes a word.
+    bad_words: tuple[tuple[int, int, int], ...] = ()
 
 
 class Pool(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTES = _byte_letters()
+_LETTERS = {byte: letter for letter, byte in _BYTES.items()}
 
 
 class Vocabulary:
@@ -26,6 +27,11 @@ class Vocabulary:
 
     def is_special(self, token: int) -> bool:
         return token in self.special
+
+    def token(self, data: bytes) -> int | None:
+        """The token that stands for these bytes, if there is one."""
+        found: int | None = self._tokenizer.token_to_id("".join(map(_LETTERS.__getitem__, data)))
+        return found
 
     def bytes(self, token: int) -> bytes:
         """Empty for an id without a token: embedding tables are often longer than the vocabulary."""

@@ -54,13 +54,14 @@ class Answers:
         thinking = self._thinking
         stops, marks = (with_marks(options.stop), thinking.tokens.marks) if thinking else (options.stop, {})
         self._streams: list[TextStream[_Json]] = [
-            TextStream(self._vocabulary, stops, options.skip_special_tokens, options.sampling.min_tokens, marks)
+            TextStream(self._vocabulary, stops, options.skip_special_tokens, options.sampling.min_tokens, marks,
+                       options.include_stop)
             for _ in choices]
         self._reasoners = [ReasoningParser(thinking.begun) for _ in choices] if thinking else []
         self._parsers = [CallParser() for _ in choices] if options.structure.calls else []
         self._running = set(choices)        # choices that text can still be added to
         self._working = set(choices)        # choices that are still computed
-        self._stop_tokens = 0       # tokens that ended an answer: generated, but not part of its text
+        self._stop_tokens = 0       # tokens that ended an answer: generated, but not among its streams' tokens
         self._cached: int | None = None
 
     @property
@@ -89,16 +90,16 @@ class Answers:
             self._working.discard(index)
         if index not in self._running:
             return None
-        stream = self._streams[index]
+        stream, options = self._streams[index], self._options
         if isinstance(message, Tokens):
             marks = [self._entry(*pair) for pair in zip(message.ids, message.logprobs)] \
-                if self._options.logprobs else []
+                if options.logprobs else []
             if self._thinking:
                 self._reasoners[index].count(message.ids, self._thinking.tokens.end)
             piece = stream.push(message.ids, marks)
             reason = "stop" if stream.stopped else None
         else:
-            piece = stream.end()
+            piece = stream.end(message.stop_token if options.include_stop else None)
             reason = "stop" if stream.stopped else message.reason
             self._stop_tokens += message.stop_token is not None
         reasoning, text = self._divided(index, piece.text, reason)

@@ -61,7 +61,7 @@ def build(context: Context) -> web.Application:
 
     app.cleanup_ctx.append(lifetime)
     chat = ChatCompletions(context, bodies, media, prompts, vocabulary, executor)
-    text = TextCompletions(context, bodies, prompts, vocabulary)
+    text = TextCompletions(context, bodies, prompts, vocabulary, executor)
     tokens = TokenPages(context, bodies, media, prompts, executor)
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):

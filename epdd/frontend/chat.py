@@ -26,11 +26,8 @@ class ChatCompletions(Completions):
 
     def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,
                  vocabulary: Vocabulary, executor: Executor) -> None:
-        super().__init__(context, bodies)
+        super().__init__(context, bodies, prompts, vocabulary, executor)
         self._media = media
-        self._prompts = prompts
-        self._vocabulary = vocabulary
-        self._executor = executor
 
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         """Body and messages are let go here; the images' bytes stay reserved until `stack` closes at the latest."""
@@ -43,12 +40,12 @@ class ChatCompletions(Completions):
             await structured.check(chat.structure, self._executor)
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
-            context_max = context.context_max()
-            prompt = await self._prompts.make(conversation, held.images, context_max)
-            request = Request(id=own, tokens=prompt.tokens, sampling=prompt.limit(chat.sampling, context_max),
-                              images=held.images, spans=prompt.spans, n=chat.n, deadline=deadline,
-                              arrived=record.arrived, client_id=ids.client(http), whole=not chat.stream)
+            prompt, sampling = self._ready(
+                await self._prompts.make(conversation, held.images, context.context_max()), chat)
+            request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
+                              spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,
+                              client_id=ids.client(http), whole=not chat.stream)
             context.admission.check(request)
-            record.prompt(len(request.tokens), len(request.images), len(chat.unknown))
+            record.prompt(len(request.tokens), len(request.images), len(chat.ignored))
             return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary, prompt.thinking))],
                         record, deadline, held)

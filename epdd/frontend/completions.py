@@ -6,25 +6,29 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
 from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
-from epdd.frontend import faults, ids
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend import bad_words, faults, ids
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole, total_usage
 from epdd.frontend.body import Bodies
 from epdd.frontend.context import Context
 from epdd.frontend.media import Held
 from epdd.frontend.metrics import Record
 from epdd.frontend.openai import Options
+from epdd.frontend.prompt import Prompt, PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
-from epdd.wire import Tokens
+from epdd.wire import Sampling, Tokens
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,13 @@ class Completions(ABC):
     whole: type[Whole] = Whole
     chunks: type[Chunks] = Chunks
 
-    def __init__(self, context: Context, bodies: Bodies) -> None:
+    def __init__(self, context: Context, bodies: Bodies, prompts: PromptMaker, vocabulary: Vocabulary,
+                 executor: Executor) -> None:
         self._context = context
         self._bodies = bodies
+        self._prompts = prompts
+        self._vocabulary = vocabulary
+        self._executor = executor
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         deadline = deadline_of(self._context)
@@ -89,6 +97,15 @@ class Completions(ABC):
                     turn = await self._prepare(http, record, deadline, stack)
                 record.model = turn.options.model
                 return await (self._stream(turn) if turn.options.stream else self._whole(turn))
+
+    def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
+        """The prompt as it is sent, and how it is answered.  Raises BadRequest or ContextLength."""
+        context_max = self._context.context_max()
+        prompt = prompt.cut(options.truncate, options.sampling, context_max)
+        sampling = prompt.limit(options.sampling, context_max)
+        if options.bad_words:
+            sampling = msgspec.structs.replace(sampling, bad_words=bad_words.steps(options.bad_words, self._vocabulary))
+        return prompt, sampling
 
     @abstractmethod
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:

@@ -120,7 +120,7 @@ class _StatusCollector(Collector):
             ("prompt_tokens", "Tokens of prompts, images included", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generated_tokens),
             ("images", "Images of requests", stats.images),
-            ("unknown_fields", "Fields of requests that nobody knows", stats.unknown_fields),
+            ("ignored_fields", "Fields of requests that had no effect, unknown ones among them", stats.ignored_fields),
         ):
             yield CounterMetricFamily(f"epdd_{name}", text, value)
 

@@ -41,6 +41,8 @@ class Conversation:
     messages: list[Message]
     tools: list[_Json] = field(default_factory=list)
     options: _Json = field(default_factory=dict)    # chat_template_kwargs
+    generation_prompt: bool = True      # the prompt ends with the beginning of an answer
+    continued: bool = False             # it ends inside the last message
 
     @property
     def images(self) -> list[ImageRef]:
@@ -52,10 +54,24 @@ class Conversation:
 def conversation(said: ChatBody | TokenizeBody, tools: list[_Json]) -> Conversation:
     """With the tools that the template shows.  Raises BadRequest naming the message."""
     options = msgspec.structs.asdict(said.chat_template_kwargs) if said.chat_template_kwargs else {}
-    return Conversation(
-        [_message(message, f"messages[{index}]") for index, message in enumerate(said.messages or [])],
-        tools,
-        {name: value for name, value in options.items() if value is not None})
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(said.messages or [])]
+    continued = bool(said.continue_final_message)
+    if continued:
+        _check_continued(messages[-1], said.add_generation_prompt)
+    return Conversation(messages, tools, {name: value for name, value in options.items() if value is not None},
+                        said.add_generation_prompt is not False and not continued, continued)
+
+
+def _check_continued(last: Message, generation_prompt: bool | None) -> None:
+    param, fault = "continue_final_message", ""
+    if generation_prompt:
+        fault = "and add_generation_prompt cannot both be true"
+    elif last.role != "assistant" or "tool_calls" in last.fields:
+        fault = "needs the last message to be the assistant's, without tool_calls"
+    elif not (isinstance(last.content, str) or any(isinstance(part, str) for part in last.content)):
+        fault = "needs text in the last message"
+    if fault:
+        raise BadRequest(f"{param} {fault}", param=param)
 
 
 def _message(message: ChatMessage, where: str) -> Message:

@@ -79,7 +79,7 @@ class RequestStats:
         self.statuses: Counter[int] = Counter()     # HTTP answers of every endpoint
         self.errors: Counter[str] = Counter()       # code of the error, in mid-stream too
         self.gauges: dict[str, Callable[[], float]] = {}    # bytes held by the front end, by what for
-        self.prompt_tokens = self.generated_tokens = self.images = self.unknown_fields = 0
+        self.prompt_tokens = self.generated_tokens = self.images = self.ignored_fields = 0
         self.latency = Window()
         self.ttft = Window()
         self.token_rate = Rate(clock)
@@ -154,12 +154,12 @@ class Record:
     def accept(self) -> None:
         self._stats.counts["accepted"] += 1
 
-    def prompt(self, tokens: int, images: int, unknown_fields: int) -> None:
+    def prompt(self, tokens: int, images: int, ignored_fields: int) -> None:
         self._prompt_tokens, self._images = tokens, images
         self._stats.prompt_tokens += tokens
         self._stats.images += images
         self._stats.image_rate.add(images)
-        self._stats.unknown_fields += unknown_fields
+        self._stats.ignored_fields += ignored_fields
 
     def tokens(self, choice: int, count: int) -> None:
         """`count` tokens of a choice came together."""

@@ -1,8 +1,7 @@
 """Requests of the completion endpoints: the definitions of `schema.py` to what the pipeline is asked.  Pure.
 
 Here are the rules that need more than one field, or the checkpoint.  What a request leaves out of its sampling is as
-the checkpoint says.  Unknown fields are ignored (or refused, by setting) and named in `Options.unknown`; a field that
-would change the answer but cannot be honoured is refused.
+the checkpoint says.  Fields without effect are named in `Options.ignored` (`fields.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from epdd.wire import Sampling
 
 TOKENS_MAX = 1 << 31        # a larger max_tokens means the same: the rest of the context
 TEXT_TOKENS = 16            # of a text completion that does not say how many, as OpenAI's
+BAD_WORDS_CHARS_MAX = 2048  # of all together: their spellings are looked up in 0.1 s at this number
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Options:
     include_usage: bool = False
     continuous_usage: bool = False
     skip_special_tokens: bool = True
+    include_stop: bool = False      # in the text
+    bad_words: tuple[str, ...] = ()
+    truncate: int = 0               # the prompt to its last so many tokens; -1: to what leaves room; 0: not
     structure: Structure = Structure()
-    unknown: tuple[str, ...] = ()   # names of fields nobody knows
+    ignored: tuple[str, ...] = ()   # names of fields without effect
 
     @property
     def logprobs(self) -> bool:
@@ -60,7 +63,7 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
 
     Raises BadRequest with `param`, or NotFound for another model's name.
     """
-    asked, unknown = reading.parse(body, ChatBody, strict)
+    asked, ignored = reading.parse(body, ChatBody, strict)
     model = check_model(asked.model, models)
     structure = structured.parse(msgspec.structs.asdict(asked))
     said = conversation(asked, structure.tools)
@@ -70,21 +73,21 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
     sampling = _sampling(asked, family, asked.max_completion_tokens or asked.max_tokens or 0,
                          (asked.top_logprobs or 0) if asked.logprobs else -1, structure.grammar)
     return Chat(**_common(asked), model=model, sampling=sampling, structure=structure, min_pixels=low,
-                max_pixels=high, unknown=unknown), said
+                max_pixels=high, ignored=ignored), said
 
 
 def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False
                ) -> tuple[Options, list[Prompt]]:
     """A text completion's body.  Raises as `parse` does."""
-    asked, unknown = reading.parse(body, CompletionBody, strict)
+    asked, ignored = reading.parse(body, CompletionBody, strict)
     model = check_model(asked.model, models)
-    if asked.echo:
-        raise BadRequest("echo is not supported: the answer holds no part of the prompt", param="echo")
+    structure = structured.parse(msgspec.structs.asdict(asked))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise BadRequest("best_of is not supported beyond n", param="best_of")
     sampling = _sampling(asked, family, asked.max_tokens or TEXT_TOKENS,
-                         -1 if asked.logprobs is None else asked.logprobs)
-    return Options(**_common(asked), model=model, sampling=sampling, unknown=unknown), _prompts(asked.prompt, family)
+                         -1 if asked.logprobs is None else asked.logprobs, structure.grammar)
+    return (Options(**_common(asked), model=model, sampling=sampling, structure=structure, ignored=ignored),
+            _prompts(asked.prompt, family))
 
 
 def _prompts(prompt: str | list[int | str | list[int]], family: Family) -> list[Prompt]:
@@ -137,6 +140,10 @@ def _common(asked: Generation) -> dict[str, Any]:
         raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
     options = asked.stream_options or StreamOptions()
     stop = asked.stop
+    if asked.truncate_prompt_tokens == 0:
+        raise BadRequest("truncate_prompt_tokens is 0; it must be at least 1, or -1", param="truncate_prompt_tokens")
+    if asked.bad_words and sum(map(len, asked.bad_words)) > BAD_WORDS_CHARS_MAX:
+        raise BadRequest(f"bad_words have over {BAD_WORDS_CHARS_MAX} characters together", param="bad_words")
     return {
         "n": asked.n or 1,
         "stop": () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
@@ -144,6 +151,9 @@ def _common(asked: Generation) -> dict[str, Any]:
         "include_usage": bool(options.include_usage),
         "continuous_usage": bool(options.continuous_usage_stats),
         "skip_special_tokens": asked.skip_special_tokens is not False,
+        "include_stop": bool(asked.include_stop_str_in_output or asked.no_stop_trim),
+        "bad_words": tuple(asked.bad_words or ()),
+        "truncate": asked.truncate_prompt_tokens or 0,
     }
 
 
@@ -163,12 +173,13 @@ def _sampling(asked: Generation, family: Family, max_tokens: int, logprobs: int,
         repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_first(asked.presence_penalty, 0.0),
         frequency_penalty=_first(asked.frequency_penalty, 0.0),
-        seed=asked.seed,
+        seed=None if asked.seed == -1 else asked.seed,      # as llama.cpp's and SGLang's clients say "any"
         logit_bias=_logit_bias(asked.logit_bias or {}, family.vocab),
         logprobs=logprobs,
         ignore_eos=bool(asked.ignore_eos),
         grammar=grammar,
-        stop_token_ids=_stop_ids(asked.stop_token_ids or [], family.vocab),
+        stop_token_ids=_ids(asked.stop_token_ids or [], family.vocab, "stop_token_ids"),
+        allowed_token_ids=_ids(asked.allowed_token_ids or [], family.vocab, "allowed_token_ids"),
     )
 
 
@@ -176,9 +187,9 @@ def _first(asked: Any, default: Any) -> Any:
     return default if asked is None else asked
 
 
-def _stop_ids(ids: list[int], vocab: int) -> tuple[int, ...]:
+def _ids(ids: list[int], vocab: int, param: str) -> tuple[int, ...]:
     if max(ids, default=0) >= vocab:
-        raise BadRequest(f"stop_token_ids must be token ids from 0 to {vocab - 1}", param="stop_token_ids")
+        raise BadRequest(f"{param} must be token ids from 0 to {vocab - 1}", param=param)
     return tuple(ids)
 
 

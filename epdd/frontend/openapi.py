@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from epdd import __version__
+from epdd.frontend import fields
 from epdd.frontend.answer_schema import (
     ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong, Ready, Status, TextChunk, TextCompletion,
     Version,
@@ -87,6 +88,8 @@ def document(models: Sequence[str], keyed: bool) -> _Json:
     structs = {kind: None for operation in OPERATIONS
                for kind in (operation.answer, operation.body, operation.unwell, operation.chunk) if kind}
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
+    for kind in (ChatBody, CompletionBody):
+        schemas[kind.__name__]["properties"].update(fields.properties(kind.__struct_fields__))
     for schema in schemas.values():
         if "model" in schema["properties"] and "object" not in schema["properties"]:    # a body's, not an answer's
             schema["properties"]["model"]["anyOf"] = [{"enum": list(models)}, {"type": "null"}]

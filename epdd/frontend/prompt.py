@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,21 @@ class Prompt:
         ids = self.thinking.tokens
         return msgspec.structs.replace(sampling, think_end_id=ids.end,
                                        think_start_id=-1 if self.thinking.begun else ids.start)
+
+    def cut(self, truncate: int, sampling: Sampling, context_max: int) -> Prompt:
+        """Its last `truncate` tokens; -1: as many as leave room for the answer, at least one; 0: all.
+
+        Raises BadRequest if that would cut an image away.
+        """
+        if truncate < 0:
+            truncate = max(1, context_max - (sampling.max_tokens or 1))
+        first = len(self.tokens) - truncate
+        if not truncate or first <= 0:
+            return self
+        if self.spans and self.spans[0].start <= first:     # the token before it begins the image
+            raise BadRequest("truncate_prompt_tokens would cut an image away", param="truncate_prompt_tokens")
+        spans = [Placed(start=span.start - first, image=span.image) for span in self.spans]
+        return replace(self, tokens=self.tokens[first:], spans=spans)
 
 
 class PromptMaker:

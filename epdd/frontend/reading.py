@@ -16,6 +16,7 @@ import orjson
 from msgspec import inspect
 
 from epdd.errors import BadRequest
+from epdd.frontend import fields
 
 ELEMENTS_MAX = 1_000_000    # of the JSON: each takes up to 60 times its bytes in memory
 _NAME_CHARS_MAX = 100       # of what a message quotes
@@ -28,9 +29,9 @@ _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
 def parse(body: bytes | bytearray, kind: type[T], strict: bool) -> tuple[T, tuple[str, ...]]:
-    """The body and the names of fields that nobody knows.
+    """The body and the names of its fields that have no effect.
 
-    Raises BadRequest with `param`; if `strict`, for unknown fields too.
+    Raises BadRequest with `param`; if `strict`, for fields that nobody knows too.
     """
     # Text and base64 of real requests hold few of these marks; a body of nothing else would fill the memory.
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > ELEMENTS_MAX:
@@ -42,12 +43,9 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool) -> tuple[T, tupl
         raise BadRequest(f"The body is not valid JSON: {error.msg} (byte {error.pos})") from None
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object")
-    unknown = tuple(sorted(data.keys() - kind.__struct_fields__))
-    if unknown and strict:
-        name = unknown[0][:_NAME_CHARS_MAX]
-        raise BadRequest(f"{name} is not a field of this request, and this server takes no others", param=name)
+    ignored = fields.ignored(data, kind.__struct_fields__, strict)
     try:
-        return msgspec.convert(data, kind), unknown
+        return msgspec.convert(data, kind), ignored
     except msgspec.ValidationError as error:
         _refuse(str(error), kind, data)
 

@@ -1,8 +1,7 @@
 """What clients may send: one definition that validates bodies (`reading.py`) and that `/openapi.json` shows.
 
-Rules that need more than one field, or the checkpoint, are in `openai.py`.  null is the same as absent everywhere.  A
-field of type None would change the answer in a way that cannot be honoured, so any value is refused; one of type Any
-is passed on or, where it says so, accepted without effect.
+Rules that need more than one field, or the checkpoint, are in `openai.py`.  null is the same as absent everywhere.
+Fields of completions that are refused or have no effect here are in `field_table.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ STOPS_MAX = 16              # OpenAI allows 4; each is searched for after every 
 STOP_CHARS_MAX = 256
 STOP_IDS_MAX = 128
 LOGIT_BIAS_MAX = 1024
+BAD_WORDS_MAX = 128
+ALLOWED_IDS_MAX = 1 << 17   # 1 MB on the way to a worker
 MESSAGES_MAX = 10_000       # each costs the event loop microseconds, and the context a few tokens
 PARTS_MAX = 10_000          # of one message
 DETOKENIZE_MAX = 1 << 20    # tokens
@@ -30,7 +31,6 @@ Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Ignored = Annotated[Any, Meta(description="Accepted, without effect.")]
-Unsupported = Annotated[None, Meta(description="Not supported: anything but null is refused.")]
 
 _Json = dict[str, Any]
 
@@ -68,19 +68,29 @@ class Generation(msgspec.Struct, kw_only=True):
     stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens.")] = None
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave control tokens out of the text.")] = None
+    include_stop_str_in_output: Annotated[bool | None, Meta(
+        description="Keep the stop string, or the text of the stop token, at the text's end.")] = None
+    no_stop_trim: Annotated[bool | None, Meta(description="The same, as SGLang calls it.")] = None
+    bad_words: Annotated[Annotated[list[Stop], Meta(max_length=BAD_WORDS_MAX)] | None, Meta(
+        description="No run of tokens that spells one of these, with or without a space before it.")] = None
+    allowed_token_ids: Annotated[Annotated[list[TokenId], Meta(min_length=1, max_length=ALLOWED_IDS_MAX)] | None, Meta(
+        description="Only these tokens, the end token too only if it is among them.")] = None
+    truncate_prompt_tokens: Annotated[Annotated[int, Meta(ge=-1)] | None, Meta(
+        description="Only the prompt's last tokens; -1: as many as leave room for the answer.")] = None
 
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    structured_outputs: Unsupported = None
+    # How an answer must look: one of these at most.
+    response_format: _Json | None = None
+    structured_outputs: Annotated[_Json | None, Meta(
+        description="One of json, regex, choice, grammar, json_object.")] = None
+    guided_json: _Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: Annotated[str | None, Meta(description="Lark, or EBNF with ::= and a rule root.")] = None
+    json_schema: _Json | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    format: Annotated[_Json | str | None, Meta(description="json, or a JSON schema.")] = None
 
 
 class ImageUrl(msgspec.Struct):
@@ -160,25 +170,17 @@ class ChatBody(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: _Json | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: Annotated[bool | None, Meta(
+        description="false: the prompt ends with the last message.")] = None
+    continue_final_message: Annotated[bool | None, Meta(
+        description="The answer goes on where the last message, the assistant's, ends.")] = None
     mm_processor_kwargs: PixelLimits | None = None
     max_completion_tokens: Annotated[Count | None, Meta(description="Wins over max_tokens.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None, Meta(
         description="Needs logprobs.")] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
-
-    verbosity: Ignored = None
-    prediction: Ignored = None
-    reasoning_effort: Ignored = None
-    web_search_options: Ignored = None
-
-    audio: Unsupported = None
-    chat_template: Unsupported = None
-    media_io_kwargs: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
 
 
 class CompletionBody(Generation, kw_only=True):
@@ -188,8 +190,6 @@ class CompletionBody(Generation, kw_only=True):
         description="A text, token ids, or a list of either.  Control tokens in a text are the checkpoint's own.")]
     logprobs: Annotated[int, Meta(ge=0, le=TEXT_LOGPROBS_MAX)] | None = None
     best_of: Annotated[Count | None, Meta(description="Only as many as n.")] = None
-    echo: Annotated[bool | None, Meta(description="true is not supported.")] = None
-    suffix: Unsupported = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -203,9 +203,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     mm_processor_kwargs: PixelLimits | None = None
     return_token_strs: bool | None = None
-    add_special_tokens: Ignored = None
-    add_generation_prompt: Annotated[bool | None, Meta(description="false is not supported.")] = None
-    chat_template: Unsupported = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

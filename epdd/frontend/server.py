@@ -6,6 +6,7 @@ aiohttp answers it before any middleware, in plain text; its classes for connect
 from __future__ import annotations
 
 import logging
+import socket
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -16,6 +17,15 @@ from epdd.frontend import faults, ids
 from epdd.frontend.metrics import RequestStats
 
 log = logging.getLogger(__name__)
+
+_BACKLOG = 128              # as aiohttp's own
+
+
+def both_families(port: int) -> socket.socket:
+    """A listener for every address of IPv6 and IPv4; for IPv4 alone where the machine has no IPv6.  Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)
 
 
 class Runner(web.AppRunner):

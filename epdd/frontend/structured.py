@@ -1,4 +1,4 @@
-"""What an answer has to look like: the fields `response_format`, `tools`, `tool_choice`, `parallel_tool_calls`.
+"""What an answer has to look like: the forms of `constraints.py` and the fields of `tools.py`.
 
 They become one grammar, which a PD worker enforces token by token.  `parse` looks at shapes and sizes; `check` compiles
 what the request brought, so that no worker ever hears of a schema that is wrong.
@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from epdd.errors import BadRequest
+from epdd.frontend import constraints
 from epdd.frontend import tools as tool_fields
 
 if TYPE_CHECKING:
@@ -36,15 +37,21 @@ class Structure:
 
 def parse(data: _Json) -> Structure:
     """Raises BadRequest with `param`: what can be told without compiling."""
-    answer = _response_format(data.get("response_format"))
+    form = constraints.parse(data)
     tools = tool_fields.parse(data)
-    terms = [(tool.param, _start(tool_fields.schema(tool.schema, tool.strict, tool.param))) for tool in tools.callable]
-    if answer:      # where a call is forced too: what was sent is looked at
-        terms.append(("response_format", _start(answer)))
-    grammar = tool_fields.grammar(tools, answer) if tools.callable else _start(answer) if answer else ""
+    terms = [(tool.param, f"start: {tool_fields.schema(tool.schema, tool.strict, tool.param)}")
+             for tool in tools.callable]
+    if form:        # where a call is forced too: what was sent is looked at
+        terms.append((form.param, form.grammar))
+        if tools.callable and form.whole:
+            raise BadRequest(f"{form.param} cannot stand beside tools: it says nothing of calls; "
+                             "use response_format, a regex or a choice, or tool_choice none", param=form.param)
+    grammar = tool_fields.grammar(tools, form.lark if form else "") if tools.callable else form.grammar if form else ""
     if len(grammar) > GRAMMAR_CHARS_MAX:
-        raise BadRequest(f"tools and response_format have {len(grammar)} characters of schemas; at most "
-                         f"{GRAMMAR_CHARS_MAX} are allowed", param="tools" if tools.callable else "response_format")
+        param = form.param if form else "tools"
+        params = "tools" if not form else f"tools and {param}" if tools.callable else param
+        raise BadRequest(f"{params} have {len(grammar)} characters as a grammar; at most {GRAMMAR_CHARS_MAX} are "
+                         "allowed", param="tools" if tools.callable else param)
     return Structure(grammar, bool(tools.callable), tools.shown, tuple(terms))
 
 
@@ -75,39 +82,3 @@ def _byte_tokens() -> LLTokenizer:
     """Where each token is a byte: all that a grammar can be told by without the checkpoint's own."""
     import llguidance
     return llguidance.LLTokenizer("byte")
-
-
-def _response_format(value: Any) -> str:
-    """The term of the answer; empty for text."""
-    if value is None:
-        return ""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest("response_format must be an object with the type text, json_object or json_schema",
-                         param="response_format")
-    for name, given in value.items():
-        if given is not None and name not in ("type", "json_schema" if kind == "json_schema" else "type"):
-            raise BadRequest(f"response_format of type {kind} has no field {name[:100]}", param="response_format")
-    if kind == "text":
-        return ""
-    if kind == "json_object":
-        return tool_fields.schema({"type": "object"}, True, "response_format")
-    return tool_fields.schema(_json_schema(value.get("json_schema")), True, "response_format")
-
-
-def _json_schema(value: Any) -> _Json:
-    if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
-        raise BadRequest("response_format.json_schema must be an object with a schema, an object itself",
-                         param="response_format")
-    for name, kind, word in (("name", str, "a string"), ("description", str, "a string"),
-                             ("strict", bool, "true or false")):
-        if not (value.get(name) is None or isinstance(value[name], kind)):
-            raise BadRequest(f"response_format.json_schema.{name} must be {word}", param="response_format")
-    for name in value.keys() - {"name", "description", "schema", "strict"}:
-        raise BadRequest(f"response_format.json_schema has no field {name[:100]}", param="response_format")
-    schema: _Json = value["schema"]
-    return schema
-
-
-def _start(term: str) -> str:
-    return f"start: {term}"

@@ -17,6 +17,7 @@ from epdd.frontend.messages import Conversation, Message
 from epdd.frontend.tool_prompt import spelled
 
 _PROBE = "epdd-probe"
+_MARK = "\udfff "            # a lone surrogate, which no JSON text can hold
 _TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
 Shield = Callable[[Any], Any]
@@ -46,7 +47,9 @@ class Template:
             conversation = conversation if self._tools else spelled(conversation)
             messages = [self._message(message, shield) for message in conversation.messages]
             tools = shield(conversation.tools) or None
-            return self._render(messages, tools, conversation.options)
+            if conversation.continued:
+                return self._continued(messages, tools, conversation.options)
+            return self._render(messages, tools, conversation.options, conversation.generation_prompt)
         except jinja2.TemplateError as error:
             raise BadRequest(f"The model's chat template refused: {str(error)[:300]}", param="messages") from None
         except RecursionError:
@@ -55,9 +58,28 @@ class Template:
             # What a template does with a shape its author never met; the fault lies in the request.
             raise BadRequest("The model's chat template cannot render these messages", param="messages") from None
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
-        return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True,
-                                     **{**self._variables, **options})
+    def _render(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any],
+                generation_prompt: bool = True) -> str:
+        return self._template.render(messages=messages, tools=tools, documents=None,
+                                     add_generation_prompt=generation_prompt, **{**self._variables, **options})
+
+    def _continued(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
+        """Up to the end of the last message's last text, found as transformers does: by a mark behind it."""
+        content = messages[-1]["content"]
+        if isinstance(content, str):
+            said = content
+            messages[-1]["content"] = said + _MARK
+        else:
+            part = next(part for part in reversed(content) if part["type"] == "text")
+            said = part["text"]
+            part["text"] = said + _MARK
+        text = self._render(messages, tools, options, False)
+        before, mark, after = text.rpartition(_MARK.strip())
+        if not mark or said.strip() not in before:
+            raise BadRequest("continue_final_message: the model's chat template does not show the last message as it "
+                             "is", param="continue_final_message")
+        # Where the template took the blank behind the mark away, it would have taken the message's too.
+        return before if after.startswith(" ") else before.rstrip()
 
     def _message(self, message: Message, shield: Shield) -> dict[str, Any]:
         content: Any = message.content

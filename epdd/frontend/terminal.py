@@ -57,7 +57,7 @@ def greet(model: str, host: str, port: int, socket: Path, keyed: bool) -> None:
     """
     if "JOURNAL_STREAM" in os.environ or "NOTIFY_SOCKET" in os.environ:
         return
-    address = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
+    address = "127.0.0.1" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
     sample = _shortest(SAMPLE)
     url = f"http://{address}:{port}/v1/chat/completions"
     command = _shortest(Path(sys.executable).parent / "epdctl")

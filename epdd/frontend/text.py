@@ -52,8 +52,10 @@ class StopStrings:
     was cut into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include`: the stop string itself is free to go."""
         self._stops = stops
+        self._include = include
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.hit = False
@@ -68,7 +70,8 @@ class StopStrings:
                  if (at := self._held.find(stop, max(0, known - len(stop) + 1))) >= 0]
         if found:
             self.hit = True
-            free, self._held = self._held[:min(found)[1]], ""
+            end, start = min(found)
+            free, self._held = self._held[:end if self._include else start], ""
             return free
         keep = self._partial()
         free, self._held = self._held[:len(self._held) - keep], self._held[len(self._held) - keep:]
@@ -105,9 +108,10 @@ class TextStream(Generic[T]):
     """One answer's text.  A mark (a token's logprob entry) travels with its token and is dropped with it."""
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), skip_special: bool = True,
-                 min_tokens: int = 0, marks: Mapping[int, str] = MappingProxyType({})) -> None:
+                 min_tokens: int = 0, marks: Mapping[int, str] = MappingProxyType({}),
+                 include_stop: bool = False) -> None:
         self._decoder = Decoder(vocabulary, skip_special, marks)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include_stop)
         self._min_tokens = min_tokens
         self._decoded = 0       # characters
         self._sent = 0          # characters
@@ -133,11 +137,11 @@ class TextStream(Generic[T]):
             text += self._stops.push(new) if self.tokens >= self._min_tokens else self._stops.pass_by(new)
         return self._piece(text)
 
-    def end(self) -> Piece[T]:
-        """The rest, when generation is over."""
+    def end(self, stop_token: int | None = None) -> Piece[T]:
+        """The rest, when generation is over; `stop_token`: what ended it, if that belongs to the text."""
         if self._stops.hit:
             return Piece("", [])
-        tail = self._decoder.end()
+        tail = ("" if stop_token is None else self._decoder.push(stop_token)) + self._decoder.end()
         self._decoded += len(tail)
         return self._piece(self._stops.push(tail) + self._stops.end())
 

@@ -9,14 +9,11 @@ from typing import Any
 from aiohttp import web
 
 from epdd.dispatch.request import Request
-from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import ids, openai
+from epdd.frontend import ids, openai, structured
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole
-from epdd.frontend.body import Bodies
 from epdd.frontend.completions import Completions, Part, Turn
-from epdd.frontend.context import Context
 from epdd.frontend.metrics import Record
-from epdd.frontend.prompt import Prompt, PromptMaker
+from epdd.frontend.prompt import Prompt
 
 _Json = dict[str, Any]
 
@@ -67,11 +64,6 @@ class TextCompletions(Completions):
     whole = TextWhole
     chunks = TextChunks
 
-    def __init__(self, context: Context, bodies: Bodies, prompts: PromptMaker, vocabulary: Vocabulary) -> None:
-        super().__init__(context, bodies)
-        self._prompts = prompts
-        self._vocabulary = vocabulary
-
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
         context = self._context
         own = ids.own(http)
@@ -79,17 +71,17 @@ class TextCompletions(Completions):
             body = await self._bodies.read(http, reading)
             options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
             del body
-            context_max = context.context_max()
+            await structured.check(options.structure, self._executor)
             parts = []
             for index, text in enumerate(texts):
-                prompt = (await self._prompts.plain(text, context_max) if isinstance(text, str)
-                          else Prompt(text, param="prompt"))
+                prompt, sampling = self._ready(
+                    await self._prompts.plain(text, context.context_max()) if isinstance(text, str)
+                    else Prompt(text, param="prompt"), options)
                 # One prompt goes by the answer's own id.
                 name = own if len(texts) == 1 else f"{own}-{index}"
-                request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline,
-                                  sampling=prompt.limit(options.sampling, context_max),
+                request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline, sampling=sampling,
                                   arrived=record.arrived, client_id=ids.client(http), whole=not options.stream)
                 context.admission.check(request)
                 parts.append(Part(request, Answers(options, request, self._vocabulary)))
-            record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.unknown))
+            record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.ignored))
             return Turn(http, options, parts, record, deadline)

@@ -42,8 +42,6 @@ class TokenPages:
             asked = await self._read(http, TokenizeBody, stack)
             if (asked.prompt is None) == (asked.messages is None):
                 raise BadRequest("Either prompt or messages must be given", param="prompt")
-            if asked.add_generation_prompt is False:
-                raise BadRequest("add_generation_prompt cannot be false here", param="add_generation_prompt")
             prompt = await self._prompt(asked, stack)
             text = self._prompts.tokenizer.id_to_token
             return _json(Tokenized(
@@ -76,9 +74,9 @@ class TokenPages:
 
     async def _read(self, http: web.Request, kind: type[T], stack: AsyncExitStack) -> T:
         body = await self._bodies.read(http, stack)
-        asked, unknown = reading.parse(body, kind, self._context.config.server.strict)
+        asked, ignored = reading.parse(body, kind, self._context.config.server.strict)
         openai.check_model(asked.model, self._context.model_names)
-        self._context.stats.unknown_fields += len(unknown)
+        self._context.stats.ignored_fields += len(ignored)
         return asked
 
 

@@ -133,7 +133,7 @@ class Constraints:
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if fault := grammar.fault(matcher):
-        raise BadRequest(f"response_format or tools: {fault}")
+        raise BadRequest(f"The grammar that this answer must follow: {fault}")
 
 
 class _Tokens:

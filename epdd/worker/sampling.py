@@ -1,14 +1,17 @@
 """The next token of one request, from its logits.
 
-Order: penalties, logit_bias, min_tokens, grammar, then greedy or temperature, top_k, top_p, min_p and a draw.  Each
-request draws from its own generator, one number a token, so the rest of the batch cannot change its tokens.
+Order: penalties, logit_bias, min_tokens, banned tokens and grammar, then greedy or temperature, top_k, top_p, min_p and
+a draw.  Each request draws from its own generator, one number a token, so the rest of the batch cannot change its
+tokens.
 """
 
 from __future__ import annotations
 
 import torch
 
+from epdd.errors import BadRequest
 from epdd.wire import Sampling, TokenLogprob
+from epdd.worker.bans import Bans
 from epdd.worker.constraint import AfterThinking, Constraint
 
 GREEDY_BELOW = 1e-5         # a temperature below this would overflow the division
@@ -24,6 +27,7 @@ class Sampler:
                  device: torch.device, constraint: Constraint | AfterThinking | None = None) -> None:
         self._s = sampling
         self._constraint = constraint
+        self._bans = Bans(sampling, vocab, device) if sampling.allowed_token_ids or sampling.bad_words else None
         self._generated = 0
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -47,7 +51,7 @@ class Sampler:
     def plain(self) -> bool:
         """Whether the token is simply the largest logit: the engine then finds it for the whole batch at once."""
         return self._greedy and self._counts is None and self._seen is None and not len(self._biased) \
-            and self._constraint is None and self._generated >= self._s.min_tokens
+            and self._constraint is None and self._bans is None and self._generated >= self._s.min_tokens
 
     @property
     def complete(self) -> bool:
@@ -55,8 +59,9 @@ class Sampler:
         return self._constraint is not None and self._constraint.complete
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token from finite float32 logits [vocab].  Raises BadRequest if the grammar cannot go on."""
-        logits = self._adjusted(logits) if self._constraint is None else self._legal(logits, self._constraint)
+        """The next token from finite float32 logits [vocab].  Raises BadRequest if no token may come next."""
+        barred = self._barred(logits.device)
+        logits = self._adjusted(logits) if barred is None else self._legal(logits, barred)
         if self._greedy:
             return int(logits.argmax())
         return self._draw(logits / self._s.temperature)
@@ -74,6 +79,8 @@ class Sampler:
         self._generated += 1
         if self._constraint is not None:
             self._constraint.accept(token)
+        if self._bans is not None:
+            self._bans.accept(token)
         if self._counts is not None:
             self._counts[token] += 1
         if self._seen is not None:
@@ -92,11 +99,24 @@ class Sampler:
             logits[self._stop] = float("-inf")
         return logits
 
-    def _legal(self, logits: torch.Tensor, constraint: Constraint | AfterThinking) -> torch.Tensor:
-        illegal = ~constraint.legal().to(logits.device)
-        adjusted = self._adjusted(logits).masked_fill_(illegal, float("-inf"))
-        # Where bias or min_tokens ban all that is legal, the grammar goes first.
-        return adjusted if adjusted.max() > float("-inf") else logits.masked_fill(illegal, float("-inf"))
+    def _barred(self, device: torch.device) -> torch.Tensor | None:
+        """Tokens that must not come next whatever the logits are, bool [vocab]; None: there are none."""
+        banned = None if self._bans is None else self._bans.now()
+        if self._constraint is None:
+            return banned
+        illegal = ~self._constraint.legal().to(device)
+        return illegal if banned is None else illegal | banned
+
+    def _legal(self, logits: torch.Tensor, barred: torch.Tensor) -> torch.Tensor:
+        adjusted = self._adjusted(logits).masked_fill_(barred, float("-inf"))
+        if adjusted.max() > float("-inf"):
+            return adjusted
+        # Where bias or min_tokens ban all that is left, they give way.
+        left = logits.masked_fill(barred, float("-inf"))
+        if self._bans is not None and left.max() == float("-inf"):
+            raise BadRequest("bad_words, allowed_token_ids and the form of the answer together leave no token that "
+                             "could come next")
+        return left
 
     def _draw(self, scaled: torch.Tensor) -> int:
         values, ids = self._candidates(scaled)

@@ -241,7 +241,7 @@ async def test_metrics(house: House) -> None:
         'epdd_requests_total{outcome="completed"}': 1, 'epdd_requests_total{outcome="rejected"}': 1,
         'epdd_requests_total{outcome="aborted"}': 0, 'epdd_http_responses_total{status="200"}': 1,
         'epdd_http_responses_total{status="400"}': 1, "epdd_generation_tokens_total": tokens,
-        "epdd_prompt_tokens_total": len(house.script.requests[0].tokens), "epdd_unknown_fields_total": 1,
+        "epdd_prompt_tokens_total": len(house.script.requests[0].tokens), "epdd_ignored_fields_total": 1,
         "epdd_num_requests_running": 0, "epdd_num_requests_waiting": 2, "epdd_kv_cache_usage_perc": 0.25,
         'epdd_encode_in_flight{pool="cpu"}': 7, "epdd_encode_queue_jobs": 4, "epdd_arena_used_bytes": 1024,
         "epdd_cache_hits_total": 5, 'epdd_worker_state{state="ready",worker="encoder/0"}': 1,

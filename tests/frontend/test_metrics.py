@@ -83,7 +83,7 @@ def test_a_request_in_numbers() -> None:
     assert found["latency_s"] == {"p50": 3.0, "p90": 3.0, "p99": 3.0, "count": 1, "sum": 3.0}
     assert found["ttft_s"]["p50"] == 1.5
     assert (found["running"], found["accepted"], found["completed"]) == (0, 1, 1)
-    assert (stats.prompt_tokens, stats.generated_tokens, stats.images, stats.unknown_fields) == (40, 4, 2, 3)
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.images, stats.ignored_fields) == (40, 4, 2, 3)
     sample = stats.registry.get_sample_value
     assert sample("epdd_inter_token_latency_seconds_count") == 1
     assert sample("epdd_inter_token_latency_seconds_sum") == 0.25

@@ -56,15 +56,19 @@ def test_all_fields_arrive(family: Family) -> None:
     chat = parse(
         family, model="tiny-vl", max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2,
         presence_penalty=-1, frequency_penalty=2, seed=-3, stop=["a", "b"], stop_token_ids=[4, 5],
-        logit_bias={"3": -100, "7": 2.5}, logprobs=True, top_logprobs=20, n=8, stream=True,
+        logit_bias={"3": -100, "7": 2.5}, bad_words=["no"], allowed_token_ids=[9, 3],
+        truncate_prompt_tokens=50, include_stop_str_in_output=True, logprobs=True, top_logprobs=20, n=8, stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True}, ignore_eos=True, min_tokens=2,
         skip_special_tokens=False)
     assert chat == Chat(
         model="tiny-vl",
         sampling=Sampling(max_tokens=7, min_tokens=2, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1,
                           repetition_penalty=1.2, presence_penalty=-1.0, frequency_penalty=2.0, seed=-3,
-                          logit_bias={3: -100.0, 7: 2.5}, logprobs=20, ignore_eos=True, stop_token_ids=(4, 5)),
-        n=8, stop=("a", "b"), stream=True, include_usage=True, continuous_usage=True, skip_special_tokens=False)
+                          logit_bias={3: -100.0, 7: 2.5}, logprobs=20, ignore_eos=True, stop_token_ids=(4, 5),
+                          allowed_token_ids=(9, 3)),
+        n=8, include_stop=True, bad_words=("no",), truncate=50,
+        stop=("a", "b"), stream=True, include_usage=True, continuous_usage=True,
+        skip_special_tokens=False)
 
 
 def test_null_means_absent(family: Family) -> None:
@@ -72,9 +76,9 @@ def test_null_means_absent(family: Family) -> None:
     assert parse(family, **dict.fromkeys(names)) == parse(family)
 
 
-def test_unknown_fields_are_named_and_ignored(family: Family) -> None:
-    chat = parse(family, zeta=1, alpha={"a": [1]}, user="me", store=True)
-    assert chat.unknown == ("alpha", "zeta")
+def test_fields_without_effect_are_named_and_ignored(family: Family) -> None:
+    chat = parse(family, zeta=1, alpha={"a": [1]}, user="me", echo=False)
+    assert chat == replace(parse(family), ignored=("alpha", "echo", "user", "zeta"))
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -133,7 +137,21 @@ def test_unknown_fields_are_named_and_ignored(family: Family) -> None:
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": {"evil": True}}, "chat_template_kwargs.evil"),
     ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_choice": "red"}, "guided_choice"),
+    ({"regex": 5}, "regex"),
+    ({"structured_outputs": "red"}, "structured_outputs"),
+    ({"bad_words": ["a", ""]}, "bad_words[1]"),
+    ({"bad_words": "a"}, "bad_words"),
+    ({"bad_words": ["x" * 250] * 9}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10_000]}, "allowed_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "messages": [{"role": "assistant", "content": []}]}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True,
+      "messages": [{"role": "assistant", "content": "a"}]}, "continue_final_message"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"model": 5}, "model"),
     ({"messages": []}, "messages"),
@@ -181,6 +199,10 @@ def test_token_limits(family: Family) -> None:
 
 def test_another_spelling_of_all_tokens(family: Family) -> None:
     assert parse(family, top_k=-1).sampling.top_k == parse(family, top_k=0).sampling.top_k == 0
+
+
+def test_seed_minus_one_is_none(family: Family) -> None:
+    assert (parse(family, seed=-1).sampling.seed, parse(family, seed=-2).sampling.seed) == (None, -2)
 
 
 def test_logprobs_without_top(family: Family) -> None:

@@ -39,7 +39,11 @@ async def test_the_document_is_whole(house: House) -> None:
     chat = found["components"]["schemas"]["ChatBody"]["properties"]
     assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
     assert chat["model"]["anyOf"] == [{"enum": ["tiny-vl", "gpt-4o"]}, {"type": "null"}]
-    assert chat["audio"]["type"] == "null"
+    assert chat["audio"]["enum"] == [None, False, "", [], {}] and "audio" in chat["audio"]["description"]
+    text = found["components"]["schemas"]["CompletionBody"]["properties"]
+    assert "messages" in text["continue_final_message"]["description"] or "chat" in \
+        text["continue_final_message"]["description"]
+    assert {"bad_words", "structured_outputs", "regex", "user", "n_predict"} <= chat.keys() & text.keys()
     assert found["components"]["schemas"]["ChatCompletion"]["properties"]["model"] == {"type": "string"}
 
 

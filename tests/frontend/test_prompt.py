@@ -75,6 +75,56 @@ def test_ids_are_those_of_transformers(maker: PromptMaker, family: families.Fami
                 assert got.tokens == want, messages
 
 
+CONTINUED: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "the red"}, {"role": "assistant", "content": "the red "},
+    {"role": "assistant", "content": "the <|im_end|> red\n"}, {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "the red\n\n"}]},
+    {"role": "assistant", "content": "<think>\nx\n</think>\n\nbecause"},
+]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_message_goes_on_as_transformers_lets_it(tmp_path: Path, trim: bool) -> None:
+    """Also where the template takes white space away at the message's ends."""
+    transformers = pytest.importorskip("transformers")
+    template = TEMPLATE.replace("{{- text }}", "{{- text | trim }}") if trim else TEMPLATE
+    own = families.load(str(build_checkpoint(tmp_path / "m", template=template)))
+    maker = PromptMaker(own, EXECUTOR)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(own.folder)
+    for last in CONTINUED:
+        messages = [*SUITES[-1], last]
+        try:
+            want = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+        except ValueError:      # the template shows the thinking no more
+            with pytest.raises(BadRequest, match="continue_final_message"):
+                make(maker, own, messages, continue_final_message=True)
+            continue
+        got = make(maker, own, messages, continue_final_message=True, add_generation_prompt=False)
+        if "<|im_end|>" not in last["content"]:     # there only transformers takes it for a token
+            assert got.tokens == theirs(want, add_special_tokens=False).input_ids, (last, want)
+        assert maker.tokenizer.decode(got.tokens, skip_special_tokens=False) == want
+
+
+def test_without_the_beginning_of_an_answer(maker: PromptMaker, family: families.Family) -> None:
+    whole, bare = make(maker, family, SUITES[0]), make(maker, family, SUITES[0], add_generation_prompt=False)
+    assert maker.tokenizer.decode(whole.tokens[len(bare.tokens):], skip_special_tokens=False) == \
+        "<|im_start|>assistant\n"
+    assert whole.tokens[:len(bare.tokens)] == bare.tokens
+
+
+def test_prompts_cut_to_their_last_tokens() -> None:
+    prompt = Prompt(list(range(20)), [Placed(start=8, image=0)])
+    most = Sampling(max_tokens=4)
+    assert prompt.cut(0, most, 15) == prompt.cut(20, most, 15) == prompt.cut(1 << 40, most, 15) == prompt
+    assert prompt.cut(13, most, 15) == Prompt(list(range(7, 20)), [Placed(start=1, image=0)])
+    for count in (12, 1):
+        with pytest.raises(BadRequest, match="image"):
+            prompt.cut(count, most, 15)
+    text = Prompt(list(range(20)), param="prompt")
+    assert text.cut(-1, most, 15).tokens == list(range(9, 20)) and text.cut(-1, most, 3).tokens == [19]
+    assert len(text.cut(-1, Sampling(max_tokens=0), 15).tokens) == 14
+
+
 def test_the_demo_model_too() -> None:
     folder = Path(openai.__file__).parents[1] / "demo"
     if not (folder / "tokenizer.json").is_file():

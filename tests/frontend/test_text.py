@@ -144,3 +144,18 @@ def test_every_mark_comes_when_nothing_stops() -> None:
     stream: TextStream[int] = TextStream(VOCABULARY)
     pieces = [stream.push([token], [token]) for token in ids] + [stream.end()]
     assert [mark for piece in pieces for mark in piece.marks] == ids
+
+
+def test_a_stop_string_that_belongs_to_the_text() -> None:
+    for stops, text, want in ((["b"], "abc", "ab"), (["bc", "b"], "abc", "ab"), (["x"], "abc", "abc")):
+        for size in (1, 2, 3):
+            stop = StopStrings(stops, include=True)
+            pieces = [stop.push(text[at:at + size]) for at in range(0, len(text), size)]
+            assert "".join(pieces) + stop.end() == want
+
+
+def test_a_stop_token_that_belongs_to_the_text() -> None:
+    token = TOKENIZER.token_to_id("<|im_end|>")
+    for skip, want in ((True, "hi"), (False, "hi<|im_end|>")):
+        stream: TextStream[None] = TextStream(VOCABULARY, skip_special=skip)
+        assert stream.push(encode("hi")).text + stream.end(token).text == want

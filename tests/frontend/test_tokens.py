@@ -53,7 +53,7 @@ async def test_nothing_is_no_tokens(house: House) -> None:
     ("/tokenize", {}, 400, "prompt"), ("/tokenize", {"prompt": "a", "messages": asking("b")}, 400, "prompt"),
     ("/tokenize", {"prompt": 5}, 400, "prompt"), ("/tokenize", {"messages": []}, 400, "messages"),
     ("/tokenize", {"prompt": "a", "model": "gpt"}, 404, "model"),
-    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, 400, "add_generation_prompt"),
+    ("/tokenize", {"messages": asking("a"), "continue_final_message": True}, 400, "continue_final_message"),
     ("/tokenize", {"messages": asking({"type": "image_url", "image_url": "data:image/png;base64,!"})}, 400,
      "messages[0].content[0]"),
     ("/tokenize", {"prompt": "word " * 100_000}, 400, "prompt"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from epdd.errors import BadRequest
 from epdd.wire import Sampling
 from epdd.worker.sampling import Sampler
 
@@ -122,3 +123,31 @@ def test_logprobs_are_the_models_own_and_json_safe() -> None:
     some = sampler(logprobs=3).logprob(logits, 9)
     assert some is not None and some.logprob == -9999.0
     assert [token for token, _ in some.top[:2]] == [3, 4] and some.top[2][1] == -9999.0
+
+
+def test_only_allowed_tokens() -> None:
+    logits = torch.arange(VOCAB, dtype=torch.float32)
+    chooser = sampler(temperature=0.0, allowed_token_ids=(7, 3, 900))
+    assert not chooser.plain and drawn(chooser, logits, 3) == [7, 7, 7]
+    assert set(drawn(sampler(seed=1, temperature=2.0, allowed_token_ids=(7, 3)), logits * 0, 200)) == {3, 7}
+    # The end token is one like others, and where min_tokens bans all that is allowed it gives way.
+    alone = sampler(stop=frozenset({7}), temperature=0.0, allowed_token_ids=(7,), min_tokens=2)
+    assert drawn(alone, logits, 2) == [7, 7]
+
+
+def test_bad_words_by_every_way_to_spell_them() -> None:
+    """The word 1 2 3, or as two tokens 1 23: its last token is banned behind the others, and only there."""
+    word = ((0, 1, 1), (1, 2, 2), (2, 3, 0), (1, 23, 0), (0, 40, 0))
+    logits = torch.zeros(VOCAB)
+    logits[[40, 3, 23, 2, 1, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
+    chooser = sampler(temperature=0.0, bad_words=word)
+    assert not chooser.plain and chooser.choose(logits) == 3      # 40 is a word by itself
+    for said, best in ((1, 3), (2, 23), (1, 3), (1, 3), (9, 3)):
+        chooser.accept(said)
+        assert chooser.choose(logits) == best, said
+
+
+def test_nothing_left_is_said() -> None:
+    chooser = sampler(temperature=0.0, allowed_token_ids=(5,), bad_words=((0, 5, 0),))
+    with pytest.raises(BadRequest, match="bad_words"):
+        chooser.choose(torch.zeros(VOCAB))

@@ -9,6 +9,7 @@ from typing import Any
 from epdd import checkpoint
 from epdd.checkpoint import Look
 from epdd.errors import ModelError
+from epdd.families import ITEMSIZE
 from epdd.hub.bars import size
 
 
@@ -39,7 +40,7 @@ def facts(name: str, found: Look) -> dict[str, Any]:
             "quantization": found.quantization, "context_max": family.context_max,
             "image_tokens_max": family.rows_max, "files": list(found.files), "file_bytes": found.file_bytes,
             "bytes": {"vision": found.vision_bytes, "language": found.language_bytes},
-            "kv_bytes_per_token": family.kv_numbers * 2, "warnings": list(found.warnings)}
+            "kv_bytes_per_token": _kv_bytes(found), "warnings": list(found.warnings)}
 
 
 def lines(name: str, found: Look) -> list[tuple[str, str]]:
@@ -52,9 +53,15 @@ def lines(name: str, found: Look) -> list[tuple[str, str]]:
             ("parameters", f"{count(vision)} vision, {count(language)} language"),
             ("dtype", found.dtype + quantized), ("files", files),
             ("memory", f"{size(found.vision_bytes)} for each encoder, {size(found.language_bytes)} for each "
-             "prefill-decode worker, besides KV cache and work space"),
+             f"prefill-decode worker, and {size(1000 * _kv_bytes(found))} for 1,000 tokens of KV cache; twice that for "
+             "16-bit types on CPUs that compute in float32"),
             ("context", f"{family.context_max:,} tokens; an image is at most {family.rows_max:,} of them"),
             ("served", "yes")]
+
+
+def _kv_bytes(found: Look) -> int:
+    """Of one token's keys and values in the weights' type."""
+    return found.family.kv_numbers * ITEMSIZE[found.dtype]
 
 
 def count(number: int) -> str:

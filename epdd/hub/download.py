@@ -29,6 +29,7 @@ from epdd.hub import cache, faults
 from epdd.hub.bars import Bars, size
 
 FILES_AT_ONCE = 8
+HTTP_BYTES_MAX = 50_000_000_000     # larger files the Hub gives only by xet: they are left to huggingface_hub
 PIECE_BYTES = 1 << 20       # at most so much of each file is fetched anew after an interruption
 SPARE_BYTES = 64 << 20      # of the disk, left to others
 
@@ -76,7 +77,8 @@ def _pull(model: str, revision: str) -> Path:
     folder = _snapshot(model, commit, small)
     refuse_unserved(folder)
     _fetch(model, commit, [_Weights(name, stored.size, stored.sha256) for name in wanted
-                           if name.endswith(".safetensors") and (stored := files[name].lfs)])
+                           if name.endswith(".safetensors") and (stored := files[name].lfs)
+                           and stored.size <= HTTP_BYTES_MAX])
     return _snapshot(model, revision or None, cache.WANTED)
 
 

@@ -7,16 +7,18 @@ tokens is banned, not only the tokenizer's own: a model that may not say `red` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from epdd.errors import BadRequest
 from epdd.families.vocabulary import Vocabulary
 
 STEPS_MAX = 20_000          # 0.3 MB on the way to a worker
 _TOKEN_BYTES_MAX = 64       # longer tokens are runs of blanks and the like
+_KEPT = 8                   # lists of words: clients send the same one with each request and for each prompt
 
 
-def steps(words: Sequence[str], vocabulary: Vocabulary) -> tuple[tuple[int, int, int], ...]:
+@lru_cache(_KEPT)
+def steps(words: tuple[str, ...], vocabulary: Vocabulary) -> tuple[tuple[int, int, int], ...]:
     """For `Sampling.bad_words`.  Raises BadRequest if there are too many."""
     found: list[tuple[int, int, int]] = []
     state = 0       # the last one that is taken

@@ -40,7 +40,7 @@ class ChatCompletions(Completions):
             await structured.check(chat.structure, self._executor)
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
-            prompt, sampling = self._ready(
+            prompt, sampling = await self._ready(
                 await self._prompts.make(conversation, held.images, context.context_max()), chat)
             request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
                               spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,

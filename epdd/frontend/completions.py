@@ -98,13 +98,15 @@ class Completions(ABC):
                 record.model = turn.options.model
                 return await (self._stream(turn) if turn.options.stream else self._whole(turn))
 
-    def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
+    async def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
         """The prompt as it is sent, and how it is answered.  Raises BadRequest or ContextLength."""
         context_max = self._context.context_max()
         prompt = prompt.cut(options.truncate, options.sampling, context_max)
         sampling = prompt.limit(options.sampling, context_max)
         if options.bad_words:
-            sampling = msgspec.structs.replace(sampling, bad_words=bad_words.steps(options.bad_words, self._vocabulary))
+            steps = await asyncio.get_running_loop().run_in_executor(
+                self._executor, bad_words.steps, options.bad_words, self._vocabulary)
+            sampling = msgspec.structs.replace(sampling, bad_words=steps)
         return prompt, sampling
 
     @abstractmethod

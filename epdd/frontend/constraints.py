@@ -17,8 +17,9 @@ from epdd.errors import BadRequest
 from epdd.frontend import gbnf
 from epdd.frontend.tools import REGEX_CHARS_MAX, schema
 
-# The library's compiling takes up to 0.3 s of a worker at these numbers, and grows with their square.
-GRAMMAR_CHARS_MAX = 16 << 10
+# The library takes up to half a second of a worker to compile so much, and the time grows with the square.
+EBNF_CHARS_MAX = 16 << 10
+LARK_CHARS_MAX = 8 << 10        # its expressions say as much in half the characters
 # A chain of 2,000 rules ends the process: its compiler calls itself for each.  Every rule of Lark has a colon.
 COLONS_MAX = 500
 CHOICES_MAX = 2000
@@ -145,8 +146,9 @@ def _slashed(regex: str) -> str:
 
 
 def _grammar(value: str, param: str) -> str:
-    if len(value) > GRAMMAR_CHARS_MAX:
-        raise BadRequest(f"{param} has {len(value)} characters; at most {GRAMMAR_CHARS_MAX} are allowed", param=param)
+    most = EBNF_CHARS_MAX if "::=" in value else LARK_CHARS_MAX
+    if len(value) > most:
+        raise BadRequest(f"{param} has {len(value)} characters; at most {most} are allowed", param=param)
     if "::=" in value:
         try:
             return gbnf.lark(value)

@@ -74,7 +74,7 @@ class TextCompletions(Completions):
             await structured.check(options.structure, self._executor)
             parts = []
             for index, text in enumerate(texts):
-                prompt, sampling = self._ready(
+                prompt, sampling = await self._ready(
                     await self._prompts.plain(text, context.context_max()) if isinstance(text, str)
                     else Prompt(text, param="prompt"), options)
                 # One prompt goes by the answer's own id.

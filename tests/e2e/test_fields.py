@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image, ImageDraw
@@ -120,6 +121,18 @@ def test_prompts_keep_their_last_tokens(daemon):
     assert answer["choices"][0]["text"] == choice(daemon, "/v1/completions", prompt=ids(prompt)[-3:], max_tokens=16)[0]
     status, answer = daemon.post({"messages": [{"role": "user", "content": QUESTION}], "truncate_prompt_tokens": 9})
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+def test_the_same_in_any_company(daemon):
+    """Requests that ban and force tokens beside each other and beside plain ones: each as alone."""
+    asks = [{"bad_words": ["red"]}, {"guided_regex": "[a-z ]{20,30}"}, {}, {"allowed_token_ids": ids("blue green red")},
+            {"bad_words": ["a", "e"], "temperature": 1.5, "seed": 7, "ignore_eos": True, "max_tokens": 40},
+            {"temperature": 1.5, "seed": 7, "ignore_eos": True, "max_tokens": 40}]
+    asks = [{"max_tokens": 30} | ask for ask in asks]
+    alone = [choice(daemon, **ask) for ask in asks]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(lambda ask: choice(daemon, **ask), asks * 2)) == alone * 2
+    assert alone[4] != alone[5] and alone[2] == ("red", "stop")
 
 
 def test_a_seed_of_minus_one_is_random(daemon):

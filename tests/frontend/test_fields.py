@@ -51,7 +51,8 @@ def test_each_refused_field_says_the_way(family: Family, name: str) -> None:
 
 def test_values_that_only_look_the_same(family: Family) -> None:
     for sent in ({"mirostat": True}, {"best_of": True}, {"echo": 0}, {"n_predict": 0}, {"do_sample": False},
-                 {"separate_reasoning": False}, {"repeat_penalty": 1.1}, {"truncation_side": "right"}):
+                 {"separate_reasoning": False}, {"repeat_penalty": 1.1}, {"truncation_side": "right"},
+                 {"prompt_logprobs": -1}, {"prompt_logprobs": 0}, {"dry_multiplier": 1}, {"n_probs": 1}):
         with pytest.raises(BadRequest):
             chat(family, **sent)
     assert chat(family, repeat_penalty=1.0, mirostat=0.0, typical_p=1, best_of=1).ignored == (

@@ -17,7 +17,7 @@ TESTS = (
     "tests/worker/test_load.py", "tests/worker/test_encoder.py", "tests/worker/gpu",
     *(f"tests/worker/test_engine.py::test_greedy_equals_generate[{family}-64]"
       for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")),
-    "tests/worker/test_engine.py::test_logprobs_come_with_the_tokens",
+    "tests/worker/test_engine.py::test_logprobs_come_with_the_tokens", "tests/hub",
 )
 
 

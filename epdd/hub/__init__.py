@@ -37,7 +37,7 @@ def located(settings: Config, download: bool) -> Config:
     if folder is None:
         if not download:
             raise ModelError(cache.absent(model.path, model.revision) + f"; run `{cache.pull_command(model)}`, for "
-                             "a service as its user, or set model.download = true")
+                             "a service with its HF_HOME, or set model.download = true")
         from epdd.hub import download as downloads
         folder = downloads.pull(model.path, model.revision)
     return replace(settings, model=replace(model, path=str(folder), name=model.name or model.path))

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -55,15 +56,15 @@ def hub(models):
 
 @pytest.fixture
 def run(hub, tmp_path):
-    """`run("pull", ID, HF_TOKEN=...)`: the finished command; `run.start(...)` only starts it."""
-    def start(*arguments, **environ):
+    """`run("pull", ID, HF_TOKEN=...)`: the finished command; `run.start(...)` only starts it.  Or another `program`."""
+    def start(*arguments, program="epdd.cli", **environ):
         env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         env |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **environ}
-        return subprocess.Popen([sys.executable, "-m", "epdd.cli", *arguments], cwd=ROOT, env=env, text=True,
+        return subprocess.Popen([sys.executable, "-m", program, *arguments], cwd=ROOT, env=env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def run(*arguments, **environ):
-        process = start(*arguments, **environ)
+    def run(*arguments, **options):
+        process = start(*arguments, **options)
         out, err = process.communicate(timeout=GUARD_S)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
@@ -193,13 +194,24 @@ def test_damaged_on_the_way(hub, run):
     assert hub.sent[WEIGHTS] == 2 * SIZE
 
 
-def test_a_service_downloads_only_if_its_settings_say_so(hub, run):
-    refused = run("serve", ID, "--plan", NOTIFY_SOCKET="/nowhere")
-    assert refused.returncode == 78
+def test_a_service_downloads_only_if_its_settings_say_so(hub, run, tmp_path):
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.bind(str(tmp_path / "notify"))
+    told = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+    refused = run("serve", ID, "--plan", **told)
+    assert (refused.returncode, hub.sent) == (78, {})
+    daemon = run("--model", ID, "--plan", program="epdd", **told)       # as the unit starts it
+    assert (daemon.returncode, daemon.stderr) == (78, refused.stderr)
     assert refused.stderr == (f"epdd: org/demo is not in the local cache ({run.cache}); run `epdd pull org/demo`, for "
-                              "a service as its user, or set model.download = true\n")
-    allowed = run("serve", ID, "--plan", "--set", "model.download=true", NOTIFY_SOCKET="/nowhere")
-    assert allowed.returncode == 0 and hub.sent[WEIGHTS] == SIZE
+                              "a service with its HF_HOME, or set model.download = true\n")
+    allowed = run("--model", ID, "--plan", program="epdd", EPDD_MODEL_DOWNLOAD="true", **told)
+    assert allowed.returncode == 0 and hub.sent[WEIGHTS] == SIZE, allowed.stderr
+    with manager:
+        manager.settimeout(GUARD_S)
+        # systemd's patience with a start is extended for as long as bytes come.
+        status, extend = manager.recv(4096).decode().split("\n")
+    assert status.startswith("STATUS=downloading org/demo: ") and status.endswith(" of 4.19 MB")
+    assert extend == "EXTEND_TIMEOUT_USEC=300000000"
 
 
 def test_serve_downloads_and_serves_by_the_id(hub, run, tmp_path):

@@ -302,7 +302,8 @@ def test_the_fleet_beside_it(visit, daemon):
         daemon.ask("drain", worker="encoder/1")
         try:
             expect(page.locator("#state")).to_have_text("degraded")
-            expect(rows.last.locator(".state")).to_have_text("draining")
+            # On a busy machine "slow" stands beside it.
+            expect(rows.last.locator(".state")).to_have_text(re.compile("^draining"))
             expect(page.locator("#said")).to_have_text("Server: degraded")
         finally:
             daemon.ask("resume", worker="encoder/1")

@@ -112,9 +112,7 @@ def test_frames_may_come_in_pieces(served: Served) -> None:
 
 def test_beats_come_while_idle_and_while_busy() -> None:
     served = Served(beat_s=0.02)
-    begin = time.monotonic()
     assert all(isinstance(served.read(), wire.Beat) for _ in range(5))
-    assert time.monotonic() - begin < 2
     for i in range(200):
         served.send(generate(str(i)), b"x")
     seen = [served.read() for _ in range(402)]

@@ -2,13 +2,16 @@
 
     python tools/soak.py --seconds 3600 --every 20
     python tools/soak.py --daemon-kills 100
+    python tools/soak.py --seconds 1800 --hostile
 
 The first asks the demo model questions with known answers and injects a fault every so many seconds, chosen from a
 seed.  Each request must end once, with the right answer or an error that fits.  Between faults the load pauses
 now and then: each gauge must be back at its start, and no process may have grown by more than 5 % since it was warm.
 Each worker is spared by the faults for a part of the time, so that it has time to grow.  The second kills the daemon
-itself under load: no process and no shared memory may be left, and the next start must be clean.  Exit code 1:
-something was not so.
+itself under load: no process and no shared memory may be left, and the next start must be clean.  The third injects
+no fault: eight honest clients ask alone and beside hostile ones, in turns.  No honest request may be lost or answered
+wrong, their p99 may at most double, memory and descriptors must be back after each turn.  Exit code 1: something was
+not so.
 """
 
 import argparse
@@ -23,9 +26,10 @@ import aiohttp
 import psutil
 
 import soak_faults
+import soak_segments
 from soak_daemon import Json, Subject, all_gone, descriptors, resident_bytes, shared_files
 from soak_faults import Row
-from soak_load import BROKEN, CLIENTS, RIGHT, UNANSWERED, WRONG, Load, questions
+from soak_load import BROKEN, CLIENTS, RIGHT, UNANSWERED, UNDUE, WRONG, Load, questions
 
 QUIET_EVERY = 5         # faults between two quiet points
 CHILDREN_GONE_S = 5.0
@@ -36,13 +40,14 @@ WARM_S = 120.0          # a process is warm from its first rest after so long: a
 GROWTH_MAX = 1.05       # memory of a process, over what it was when it was warm
 
 
-async def soak(seconds: float, every: float, seed: int) -> list[str]:
+async def soak(seconds: float, every: float, seed: int, hostile: bool) -> list[str]:
     """What went wrong."""
     with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
-        subject = Subject(Path(folder))
+        subject = Subject(Path(folder), *((soak_segments.SETTINGS, soak_segments.DESCRIPTORS) if hostile else ()))
         await subject.start()
         try:
-            complaints = (await run(subject, seconds, every, seed)).complaints
+            complaints = await (beside_hostiles(subject, seconds, seed) if hostile else
+                                run(subject, seconds, every, seed))
             processes = await subject.processes()
             shared = shared_files(processes)
         finally:
@@ -57,7 +62,19 @@ async def leavings(processes: list[psutil.Process], shared: set[str]) -> list[st
         f"{path} is left" for path in sorted(shared) if Path(path).exists()]
 
 
-async def run(subject: Subject, seconds: float, every: float, seed: int) -> Load:
+async def beside_hostiles(subject: Subject, seconds: float, seed: int) -> list[str]:
+    # Large bodies come seldom: the first third shows what each of them needs, the rest whether that is all.
+    memory, rests = Memory(max(WARM_S, seconds / 3)), list[Rest]()
+
+    async def rest(load: Load) -> None:
+        rests.append(await quiet(subject, load, memory, rests[0] if rests else None))
+
+    complaints = await soak_segments.run(subject, seconds, seed, rest)
+    print(memory.told())
+    return complaints
+
+
+async def run(subject: Subject, seconds: float, every: float, seed: int) -> list[str]:
     load, rows = Load(subject.url, seed), {name: Row() for name in soak_faults.FAULTS}
     rng, memory = random.Random(f"soak faults {seed}"), Memory()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -92,7 +109,7 @@ async def run(subject: Subject, seconds: float, every: float, seed: int) -> Load
     print(memory.told())
     print("requests:", ", ".join(f"{count} {name}" for name, count in sorted(load.outcomes.items())))
     print("errors:", ", ".join(f"{count} {code}" for code, count in sorted(load.codes.items())) or "none")
-    return load
+    return load.complaints
 
 
 class Rest:
@@ -120,7 +137,9 @@ class Rest:
 class Memory:
     """Each process's resident memory, compared with what it was when it was warm."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_s: float = WARM_S) -> None:
+        """`warm_s`: the age from which a process is warm."""
+        self._warm_s = warm_s
         self._warm: dict[int, tuple[str, int]] = {}
         self._growth: dict[int, tuple[float, float]] = {}       # the most; the age when it was last looked at
 
@@ -130,7 +149,7 @@ class Memory:
         for name, pid in pids.items():
             size, age = resident_bytes(pid), time.time() - psutil.Process(pid).create_time()
             told.append(f"{name} {size / 1e6:.1f} MB")
-            if pid not in self._warm and age >= WARM_S:
+            if pid not in self._warm and age >= self._warm_s:
                 self._warm[pid] = name, size
             elif pid in self._warm:
                 growth = size / self._warm[pid][1]
@@ -211,7 +230,7 @@ async def kill_daemons(times: int, seed: int) -> list[str]:
     print(soak_faults.table({"`kill -9` of the daemon": row}))
     print(f"its processes were gone after {gone_s:.2f} s at most; an error here is a broken connection")
     return complaints + [f"{flight.outcome}: {flight.told}" for flight in row.flights
-                         if flight.outcome in (WRONG, UNANSWERED)]
+                         if flight.outcome in (WRONG, UNDUE, UNANSWERED)]
 
 
 def main() -> None:
@@ -219,10 +238,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one fault to the next, at most")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hostile", action="store_true", help="hostile clients instead of faults")
     parser.add_argument("--daemon-kills", type=int, default=0, metavar="TIMES")
     args = parser.parse_args()
     complaints = asyncio.run(kill_daemons(args.daemon_kills, args.seed) if args.daemon_kills else
-                             soak(args.seconds, args.every, args.seed))
+                             soak(args.seconds, args.every, args.seed, args.hostile))
     for complaint in complaints:
         print(f"wrong: {complaint}")
     print("nothing was lost" if not complaints else f"{len(complaints)} wrong")

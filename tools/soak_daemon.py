@@ -3,10 +3,11 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ Json = dict[str, Any]
 class Subject:
     """One daemon with two encoders on the demo model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str] = (), descriptors: int = 0) -> None:
+        """`settings`: more of them, each `section.key=value`.  `descriptors`: the daemon's limit; 0: as here."""
+        self._more = [part for setting in settings for part in ("--set", setting)]
+        self._descriptors = descriptors
         self.settings = folder / "epdd.toml"
         self.settings.write_text(SETTINGS)
         self._admin = folder / "admin.sock"
@@ -45,12 +49,15 @@ class Subject:
         """Until it is ready."""
         command = [sys.executable, "-m", "epdd", "--port", "0", "--config", str(self.settings),
                    "--set", f"admin.socket={self._admin}", "--set", "encoder.workers=2", "--set", "pd.kv_tokens=16384",
-                   "--set", "arena.bytes=0x1000000", "--set", "arena.cache_bytes=0x400000"]
+                   "--set", "arena.bytes=0x1000000", "--set", "arena.cache_bytes=0x400000", *self._more]
         with open(self._log, "a") as log:
             self._process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
         self.pid = self._process.pid
         status = await self.until(lambda status: status["state"] == "ready")
-        self.url = f"http://127.0.0.1:{status['listen']['port']}/v1/chat/completions"
+        if self._descriptors:
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (self._descriptors, self._descriptors))
+        self.port = status["listen"]["port"]
+        self.url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
 
     async def stop(self) -> int:
         """The exit code."""

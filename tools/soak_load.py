@@ -26,7 +26,7 @@ ABORT_S = 0.8           # a client leaves within so long
 FITTING = {"worker_lost", "no_worker", "image_rejected", "prompt_rejected"}     # around a fault
 
 RIGHT, REFUSED, LEFT, FITS, BROKEN = "right", "refused", "left", "error", "BROKEN"      # BROKEN: the connection
-WRONG, UNANSWERED = "WRONG", "UNANSWERED"
+WRONG, UNDUE, UNANSWERED = "WRONG", "UNDUE ERROR", "UNANSWERED"
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Load:
     codes: Counter[str] = field(default_factory=Counter)        # of fitting errors
     complaints: list[str] = field(default_factory=list)         # what must not be
     flights: set[Flight] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)          # each right answer took
     troubled: float = float("-inf")         # until then an error may come of a fault
 
     def __post_init__(self) -> None:
@@ -151,7 +152,9 @@ class Load:
         finally:
             self.flights.discard(flight)
         self.outcomes[flight.outcome] += 1
-        if flight.outcome in (BROKEN, WRONG, UNANSWERED):
+        if flight.outcome == RIGHT:
+            self.seconds.append(time.monotonic() - flight.began)
+        if flight.outcome in (BROKEN, WRONG, UNDUE, UNANSWERED):
             self.complaints.append(f"after {time.monotonic() - flight.began:.1f} s: {flight.told}")
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any], truth: str, flight: Flight) -> None:
@@ -171,7 +174,7 @@ class Load:
             flight.outcome = FITS
             self.codes[code] += 1
         else:
-            flight.outcome, flight.told = WRONG, f"status {status} without a fault: {text[-300:]!r}"
+            flight.outcome, flight.told = UNDUE, f"status {status} without a fault: {text[-300:]!r}"
 
     async def _bad(self, session: aiohttp.ClientSession, rng: random.Random, body: dict[str, Any],
                    flight: Flight) -> None:

@@ -120,7 +120,7 @@ def _model_name(family: Family, emulated: Emulation | None) -> str:
     """Name in the API where the operator gives none: what makes rows without a model has not the model's name."""
     if emulated is not None and not emulated.needs_torch:
         return f"emulated-{emulated.profile.name}"
-    folder = Path(family.folder)
+    folder = Path(os.path.abspath(family.folder))       # "." has a name too
     return "epdd-demo" if folder == families.DEMO else folder.name
 
 

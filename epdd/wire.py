@@ -38,6 +38,7 @@ class WorkerSpec:
     threads: int                    # OpenMP threads
     model: str                      # checkpoint folder
     weights: str = ""               # what families.weights says of its files; empty: any
+    eos_ids: tuple[int, ...] = ()   # tokens that end an answer; empty: those that the folder's settings name
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena
     arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first

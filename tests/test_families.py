@@ -60,7 +60,7 @@ def test_facts_of_the_demo_model():
 def test_sampling_defaults_and_eos_come_from_the_checkpoint(tmp_path):
     family = copy(tmp_path, generation_config__do_sample=True, generation_config__temperature=0.7,
                   generation_config__top_p=0.8, generation_config__top_k=20, generation_config__eos_token_id=5)
-    assert family.defaults == Defaults(0.7, 0.8, 20, 1.0) and family.eos_ids == (5,)
+    assert family.defaults == Defaults(0.7, 0.8, 20, 1.0) and family.eos_ids == (5, 762)
 
 
 @pytest.mark.parametrize("size, expected", [
@@ -72,7 +72,7 @@ def test_pixel_limits_in_all_spellings(tmp_path, size, expected):
 
 @pytest.mark.parametrize("change, match", [
     ({"config__model_type": "llava"}, "llava"), ({"config__vision_config": {}}, "hidden_size"),
-    ({"config__image_token_id": "x"}, "invalid literal")])
+    ({"config__image_token_id": "x"}, "config.json: image_token_id is \"x\"")])
 def test_what_is_wrong_is_named(tmp_path, change, match):
     with pytest.raises(ModelError, match=match):
         copy(tmp_path, **change)

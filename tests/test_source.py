@@ -16,7 +16,7 @@ WALL_USED = {
     Path("daemon.py"): 1,                   # when the daemon began, in the model list
     Path("frontend/completions.py"): 1,     # "created" of an answer
     Path("frontend/metrics.py"): 1,         # the request log's lines
-    Path("frontend/template.py"): 1,        # strftime_now of chat templates
+    Path("checkpoint/chat_template.py"): 1,  # strftime_now of chat templates
 }
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from epdd import families
-from epdd.checkpoint import headers
+from epdd.checkpoint import chat_template, expected, headers, tokenizer
 from epdd.checkpoint.headers import Tensor
+from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, Family
-from epdd.families.files import read_json
+from epdd.families.files import Fields
+
+STORED = ("F64", "F32", "F16", "BF16")      # types that weights are simply converted from
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,92 @@ class Look:
 def look(folder: str) -> Look:
     """Look at the whole folder.  Raises ModelError: one sentence with the file, what is wrong, and what to do."""
     root = Path(folder)
-    config: dict[str, Any] = read_json(root / "config.json")
     family = families.load(folder)
+    config = Fields(root / "config.json")
+    if (method := config.get("quantization_config")) is not None:
+        name = method.get("quant_method") if isinstance(method, dict) else None
+        raise ModelError(f"{config.path}: quant_method {name!r} is not served; take the unquantised checkpoint")
     files = headers.weight_files(root)
-    tensors = {name: tensor for path in files for name, tensor in headers.tensors(path).items()}
-    del config      # its quantisation is looked at here
-    return Look(folder=folder, name=root.resolve().name, family=replace(family, parameters=_parameters(tensors)),
-                dtype=family.stored if family.stored in ITEMSIZE else "float32",
-                files=tuple(path.name for path in files), file_bytes=sum(path.stat().st_size for path in files),
-                tensors=tensors)
+    tensors = _tensors(root, files)
+    quantized = _weights(config, family, tensors)
+    eos, warnings = _words(root, family)
+    family = replace(family, parameters=_parameters(family.model_type, tensors), eos_ids=eos)
+    return Look(folder=folder, name=Path(os.path.abspath(folder)).name, family=family, dtype=family.stored,
+                quantization=quantized, files=tuple(path.name for path in files), file_bytes=sum(path.stat().st_size for path in files),
+                warnings=tuple(warnings), tensors=tensors)
 
 
-def _parameters(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Numbers in the vision tower and in the language model.  All families call their tower "visual"."""
-    vision = sum(tensor.count for name, tensor in tensors.items() if "visual." in name)
+def _tensors(root: Path, files: list[Path]) -> dict[str, Tensor]:
+    """Of all files.  Raises ModelError, also if the index says otherwise than the shards."""
+    found: dict[str, Tensor] = {}
+    for path in files:
+        for name, tensor in headers.tensors(path).items():
+            if name in found:
+                raise ModelError(f"{path}: {name} is in {found[name].file.name} too; download the checkpoint again")
+            found[name] = tensor
+    if files == [root / headers.SINGLE]:
+        return found
+    listed = headers.weight_map(root)
+    for name, file in listed.items():
+        if name not in found or found[name].file.name != file:
+            raise ModelError(f"{root / headers.INDEX}: says that {name} is in {file}, where it is not; download the "
+                             "checkpoint again")
+    if missing := [name for name in found if name not in listed]:
+        raise ModelError(f"{root / headers.INDEX}: leaves out {missing[0]}, which {found[missing[0]].file.name} has "
+                         f"({len(missing)} such tensors); download the file again")
+    return found
+
+
+def _weights(config: Fields, family: Family, tensors: Mapping[str, Tensor]) -> str:
+    """Whether the tensors are those of config.json, and how they are quantised.  Raises ModelError."""
+    kind, wanted = family.model_type, expected.expected(config)
+    found: dict[str, Tensor] = {}
+    for stored, tensor in tensors.items():
+        name = expected.canonical(kind, stored)
+        if name not in wanted.shapes and not expected.HARMLESS.search(name):
+            raise ModelError(f"{tensor.file}: {stored} is no tensor of a {kind} with this config.json; take both from "
+                             "the same checkpoint")
+        found[name] = tensor
+    for name, shape in wanted.shapes.items():
+        one = found.get(name)
+        if one is None:
+            twin = {expected.HEAD: expected.EMBEDDING, expected.EMBEDDING: expected.HEAD}.get(name)
+            if wanted.tied and twin in found:
+                continue
+            raise ModelError(f"{family.folder}: the weights lack {name}, which config.json asks for; download the "
+                             "checkpoint again")
+        if one.shape != shape:
+            raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
+                             f"{list(shape)}; take both from the same checkpoint")
+        if one.dtype not in STORED:
+            raise ModelError(f"{one.file}: {name} is stored as {one.dtype}, which without its scales is no weight; "
+                             "take a checkpoint in bfloat16, float16 or float32")
+    return "none"
+
+
+def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:
+    """The tokens that end an answer, by all who have a say, and what is to be warned of.  Raises ModelError."""
+    vocabulary, template = tokenizer.load(family), chat_template.load(root)
+    warnings = []
+    if not template.shows_image(vocabulary.id_to_token(family.image_token_id) or ""):
+        warnings.append(f"{template.path}: the chat template shows no image; requests with one will be refused")
+    if template.needs_system:
+        warnings.append(f"{template.path}: the chat template demands a system message; requests without one will be "
+                        "refused")
+    said = chat_template.special_tokens(root).get("eos_token")
+    added = sorted(vocabulary.get_added_tokens_decoder().items(), key=lambda item: -len(item[1].content))
+    after = template.end_of_turn().lstrip()
+    turn = next((token for token, each in added if each.special and after.startswith(each.content)), None)
+    ids = [*family.eos_ids, vocabulary.token_to_id(said) if said else None, turn]
+    eos = tuple(dict.fromkeys(token for token in ids if token is not None and token < family.vocab))
+    if not eos:
+        warnings.append(f"{root}: no end token is named (generation_config.json, config.json or tokenizer_config.json: "
+                        "eos_token_id, eos_token); answers end only at max_tokens")
+    return eos, warnings
+
+
+def _parameters(kind: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Numbers in the vision tower and in the language model."""
+    vision = sum(tensor.count for name, tensor in tensors.items()
+                 if expected.is_vision(expected.canonical(kind, name)))
     return vision, sum(tensor.count for tensor in tensors.values()) - vision

@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from epdd.errors import MediaError, ModelError
-from epdd.families.files import read_json
+from epdd.families import processor
+from epdd.families.files import Fields
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; served when no other model is named
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # model_type -> hidden-size field of vision_config that the language model sees
 _OUT_HIDDEN = {"qwen2_vl": "hidden_size", "qwen2_5_vl": "out_hidden_size", "qwen3_vl": "out_hidden_size"}
@@ -50,7 +47,7 @@ class Family:
     temporal: int               # frames a patch spans; a still is repeated
     min_pixels: int
     max_pixels: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]     # of pixels from 0 to 1, by channel; what the processor scales is in it
     std: tuple[float, ...]
     hidden: int                 # width of a row
     planes: int                 # 1 + deepstack features
@@ -99,74 +96,61 @@ class Family:
 
 
 def load(folder: str) -> Family:
-    """Read a checkpoint's JSON files.  Raises ModelError naming what is missing or not supported."""
+    """Read a checkpoint's JSON files.  Raises ModelError naming the file and the field that is wrong or not served."""
     root = Path(folder)
-    config = read_json(root / "config.json")
+    config = Fields(root / "config.json")
     kind = config.get("model_type")
     if kind not in _OUT_HIDDEN:
-        raise ModelError(f"{folder}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")
-    try:
-        return _family(root, config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder}: a checkpoint file lacks or misstates {error}") from None
-
-
-def _family(root: Path, config: dict[str, Any]) -> Family:
-    kind = config["model_type"]
-    # Checkpoints saved before transformers 4.52 keep the language model's fields at the top level.
-    text, vision = config.get("text_config") or config, config["vision_config"]
-    generation = read_json(root / "generation_config.json", {})
-    processor = read_json(root / "preprocessor_config.json")
-    low, high = _pixel_limits(processor)
-    patch, merge = _side(processor, "patch_size", vision), int(processor.get("merge_size", 2))
+        raise ModelError(f"{config.path}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")
+    text, vision = text_fields(config), config.part("vision_config")
+    seen = processor.load(root, vision)
+    generation = Fields(root / "generation_config.json", {})
     return Family(
         model_type=kind, folder=str(root),
-        image_token_id=int(config["image_token_id"]),
-        vision_start_id=int(config["vision_start_token_id"]),
-        vision_end_id=int(config["vision_end_token_id"]),
-        patch=patch, merge=merge, temporal=_side(processor, "temporal_patch_size", vision),
-        min_pixels=low, max_pixels=high,
-        mean=tuple(processor.get("image_mean", CLIP_MEAN)), std=tuple(processor.get("image_std", CLIP_STD)),
-        hidden=int(vision[_OUT_HIDDEN[kind]]),
-        planes=1 + len(vision.get("deepstack_visual_indexes") or ()),
-        context_max=int(text["max_position_embeddings"]),
-        vocab=int(text["vocab_size"]),
-        eos_ids=_eos_ids(generation, text),
+        image_token_id=config.whole("image_token_id"),
+        vision_start_id=config.whole("vision_start_token_id"),
+        vision_end_id=config.whole("vision_end_token_id"),
+        patch=seen.patch, merge=seen.merge, temporal=seen.temporal,
+        min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
+        hidden=vision.whole(_OUT_HIDDEN[kind], least=1),
+        planes=1 + len(vision.wholes("deepstack_visual_indexes")),
+        context_max=text.whole("max_position_embeddings", least=1),
+        vocab=text.whole("vocab_size", least=1),
+        eos_ids=tuple(dict.fromkeys([*generation.wholes("eos_token_id"), *config.wholes("eos_token_id"),
+                                     *text.wholes("eos_token_id")])),
         defaults=_defaults(generation),
-        stored=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"),
-        vision_width=int(vision.get("embed_dim") or vision.get("hidden_size") or 0),
+        stored=_stored(config, text),
+        vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0),
         kv_numbers=_kv_numbers(text),
     )
 
 
-def _kv_numbers(text: dict[str, Any]) -> int:
-    heads = int(text.get("num_attention_heads") or 1)
-    size = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
-    return 2 * int(text.get("num_hidden_layers") or 0) * int(text.get("num_key_value_heads") or heads) * size
+def text_fields(config: Fields) -> Fields:
+    """The language model's settings; at the top level in checkpoints saved before transformers 4.52."""
+    return config if config.get("text_config") is None else config.part("text_config")
 
 
-def _pixel_limits(processor: dict[str, Any]) -> tuple[int, int]:
-    """The size rule in its three spellings; the defaults are those of transformers' processor class."""
-    size = processor.get("size") or {}
-    low = processor.get("min_pixels") or size.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    high = processor.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    return int(low), int(high)
+def _kv_numbers(text: Fields) -> int:
+    heads = text.whole("num_attention_heads", 1, least=1)
+    size = text.whole("head_dim", 0) or text.whole("hidden_size", 0) // heads
+    return 2 * text.whole("num_hidden_layers", 0) * text.whole("num_key_value_heads", heads) * size
 
 
-def _side(processor: dict[str, Any], key: str, vision: dict[str, Any]) -> int:
-    value = processor[key] if key in processor else vision[key]
-    return int(value[0] if isinstance(value, list) else value)
+def _stored(config: Fields, text: Fields) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+               or "float32")
+    if name not in ITEMSIZE:
+        raise ModelError(f"{config.path}: dtype {name!r} is not served; epdd serves {', '.join(ITEMSIZE)}")
+    return name
 
 
-def _eos_ids(generation: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", text.get("eos_token_id"))
-    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
-
-
-def _defaults(generation: dict[str, Any]) -> Defaults:
-    """Greedy where the file says do_sample false; the API's own 1.0 where it says nothing."""
-    if generation.get("do_sample") is False:
-        return Defaults(temperature=0.0, repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
-    return Defaults(temperature=float(generation.get("temperature") or 1.0),
-                    top_p=float(generation.get("top_p") or 1.0), top_k=int(generation.get("top_k") or 0),
-                    repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
+def _defaults(generation: Fields) -> Defaults:
+    """Greedy where the file says do_sample false or temperature 0; the API's own 1.0 where it says nothing."""
+    penalty = generation.number("repetition_penalty", 1.0)
+    if penalty <= 0:
+        raise ModelError(f"{generation.path}: repetition_penalty is {penalty:g}; it must be over 0")
+    temperature = generation.number("temperature", 1.0)
+    if generation.get("do_sample") is False or temperature == 0:
+        return Defaults(temperature=0.0, repetition_penalty=penalty)
+    return Defaults(temperature=temperature, top_p=generation.number("top_p", 1.0),
+                    top_k=generation.whole("top_k", 0), repetition_penalty=penalty)

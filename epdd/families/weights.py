@@ -14,7 +14,7 @@ from epdd.errors import ModelError
 
 SAMPLES = 64                # of each file, evenly spread: other weights differ nearly everywhere
 SAMPLE_BYTES = 4096
-SETTINGS = ("config.json", "preprocessor_config.json", "model.safetensors.index.json")
+SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "model.safetensors.index.json")
 
 
 def identity(folder: str) -> str:

@@ -11,19 +11,18 @@ and are tokenised as plain text.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
+from epdd.checkpoint import tokenizer
 from epdd.dispatch.request import Image, Placed
-from epdd.errors import BadRequest, ContextLength, ModelError
+from epdd.errors import BadRequest, ContextLength
 from epdd.families import Family
 from epdd.frontend import template
 from epdd.frontend.messages import Conversation
@@ -79,7 +78,7 @@ class PromptMaker:
 
         Raises ModelError if the folder's tokenizer or template cannot be used.
         """
-        self.tokenizer = _load_tokenizer(family)
+        self.tokenizer = tokenizer.load(family)
         self._image = family.image_token_id
         self._executor = executor
         controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
@@ -169,33 +168,9 @@ def _family_ids(family: Family) -> tuple[int, int, int]:
     return family.vision_start_id, family.image_token_id, family.vision_end_id
 
 
-def _load_tokenizer(family: Family) -> Tokenizer:
-    # The daemon shares its cores with encoders: no thread per core for a prompt.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    path = Path(family.folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{path}: no such file")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path}: cannot be read ({error})") from None
-    if type(tokenizer.decoder).__name__ != "ByteLevel":
-        raise ModelError(f"{path}: only byte-level tokenizers are served")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    missing = [token for token in _family_ids(family) if tokenizer.id_to_token(token) is None]
-    if missing:
-        raise ModelError(f"{path}: lacks the image tokens {missing} that config.json names")
-    # Plain text must not parse them, whatever the file says of their kind.
-    tokenizer.add_special_tokens([AddedToken(tokenizer.id_to_token(token), special=True, normalized=False)
-                                  for token in _family_ids(family)])
-    tokenizer.encode_special_tokens = True      # specials in plain text stay characters
-    return tokenizer
-
-
-def _longest_token(tokenizer: Tokenizer) -> int:
+def _longest_token(vocabulary: Tokenizer) -> int:
     """Characters of the longest token.  By id: get_vocab() would build a dict of the whole vocabulary."""
-    return max(len(tokenizer.id_to_token(token) or "") for token in range(tokenizer.get_vocab_size()))
+    return max(len(vocabulary.id_to_token(token) or "") for token in range(vocabulary.get_vocab_size()))
 
 
 def _too_long(context_max: int, have: str, param: str) -> ContextLength:

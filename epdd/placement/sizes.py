@@ -50,8 +50,8 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Fam
     pds = [seat for seat in seats if seat.role == "pd"]
     common = WorkerSpec(
         name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
-        weights=family.weights, dtype=config.model.dtype, arena_bytes=arena_bytes, huge_pages=config.arena.huge_pages,
-        token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
+        weights=family.weights, eos_ids=family.eos_ids, dtype=config.model.dtype, arena_bytes=arena_bytes,
+        huge_pages=config.arena.huge_pages, token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
         context_max=config.model.context_max, log_level=config.log.level)
     slices = arena.slices(arena_bytes, len(encoders))
     made = []

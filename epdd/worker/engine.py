@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ class Engine(Intake[Request]):
                  headroom: int = HEADROOM_TOKENS) -> None:
         """Loads the weights and allocates the KV cache.  Raises StartupError."""
         self._arena, self._send = arena, send
-        self._family: Family = families.load(spec.model)
+        loaded = families.load(spec.model)
+        self._family: Family = replace(loaded, eos_ids=spec.eos_ids or loaded.eos_ids)
         self._device = torch.device(spec.device)
         self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())

@@ -1,0 +1,46 @@
+"""A checkpoint's tokenizer, as prompts are made with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from epdd.errors import ModelError
+from epdd.families import Family
+
+
+def load(family: Family) -> Tokenizer:
+    """tokenizer.json, made ready for prompts.
+
+    Raises ModelError if it is missing, damaged, of another kind, or has other tokens than config.json names.
+    """
+    # The daemon shares its cores with encoders: no thread per core for a prompt.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(family.folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file; download it, or let transformers write it "
+                         "(AutoTokenizer.from_pretrained(...).save_pretrained(...))")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path}: cannot be read ({error}); download it again") from None
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        raise ModelError(f"{path}: only byte-level tokenizers are served; take the one of the original checkpoint")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids = family.vision_start_id, family.image_token_id, family.vision_end_id
+    missing = [token for token in ids if tokenizer.id_to_token(token) is None]
+    if missing:
+        raise ModelError(f"{path}: lacks the image tokens {missing} that config.json names; take the tokenizer.json "
+                         "that belongs to this config.json")
+    last = max(*tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab_size(with_added_tokens=False) - 1)
+    if last >= family.vocab:
+        raise ModelError(f"{path}: has tokens up to id {last}, but config.json's vocab_size is {family.vocab}; take "
+                         "the tokenizer.json that belongs to this config.json")
+    # Plain text must not parse them, whatever the file says of their kind.
+    tokenizer.add_special_tokens([AddedToken(tokenizer.id_to_token(token), special=True, normalized=False)
+                                  for token in ids])
+    tokenizer.encode_special_tokens = True      # specials in plain text stay characters
+    return tokenizer

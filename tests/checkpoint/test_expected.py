@@ -1,0 +1,78 @@
+"""The tensors that are expected of a folder, against the ones that transformers' own model classes have."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from epdd.checkpoint import expected
+from epdd.families.files import Fields
+
+HUB = {     # as their makers publish them: what is left out has a default
+    "qwen2_vl": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
+                          "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}},
+    "qwen2_5_vl": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584, "in_chans": 3, "window_size": 112}},
+    "qwen3_vl": {
+        "text_config": {"attention_bias": True, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728,
+                        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+                        "vocab_size": 151936, "rope_theta": 5e6, "tie_word_embeddings": True,
+                        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                                         "rope_type": "default"}},
+        "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+                          "deepstack_visual_indexes": [5, 11, 17]}, "tie_word_embeddings": True},
+}
+
+
+def of_transformers(folder: Path) -> dict[str, tuple[int, ...]]:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def write(folder: Path, kind: str, config: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", HUB)
+@pytest.mark.parametrize("bare", [False, True])
+def test_names_and_shapes_are_those_of_the_model_classes(tmp_path: Path, kind: str, bare: bool) -> None:
+    text = HUB[kind].get("text_config", HUB[kind])
+    few = {"num_hidden_layers": 2, "rope_scaling": text["rope_scaling"]}
+    config = HUB[kind] if not bare else {"text_config": few, "vision_config": {}}
+    folder = write(tmp_path, kind, config)
+    found = expected.expected(Fields(folder / "config.json"))
+    assert found.shapes == of_transformers(folder)
+    assert found.tied == transformers.AutoConfig.from_pretrained(folder).tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", HUB)
+def test_where_the_language_models_tying_is_said(tmp_path: Path, kind: str) -> None:
+    config = json.loads(json.dumps(HUB[kind]))
+    text = config.pop("text_config", None) or {key: config.pop(key) for key in list(config) if key != "vision_config"}
+    config.pop("tie_word_embeddings", None)
+    folder = write(tmp_path, kind, {**config, "text_config": {**text, "tie_word_embeddings": True}})
+    tied = transformers.AutoConfig.from_pretrained(folder).tie_word_embeddings
+    assert expected.expected(Fields(folder / "config.json")).tied == tied
+
+
+@pytest.mark.parametrize("kind", HUB)
+def test_the_layouts_of_all_times_have_the_same_names(checkpoint, kind: str) -> None:
+    from safetensors import safe_open
+    folder = Path(checkpoint(kind))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    wanted = set(expected.expected(Fields(folder / "config.json")).shapes)
+    assert {expected.canonical(kind, name) for name in stored} == wanted
+    assert {expected.canonical(kind, name) for name in wanted} == wanted

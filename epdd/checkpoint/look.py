@@ -56,7 +56,8 @@ def look(folder: str) -> Look:
     eos, warnings = _words(root, family)
     family = replace(family, parameters=_parameters(family.model_type, tensors), eos_ids=eos)
     return Look(folder=folder, name=Path(os.path.abspath(folder)).name, family=family, dtype=family.stored,
-                quantization=quantized, files=tuple(path.name for path in files), file_bytes=sum(path.stat().st_size for path in files),
+                quantization=quantized, files=tuple(path.name for path in files),
+                file_bytes=sum(path.stat().st_size for path in files),
                 warnings=tuple(warnings), tensors=tensors)
 
 

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar, Union
+from typing import Annotated, Generic, TypeVar, Union
 
 import msgspec
 
@@ -147,13 +147,15 @@ class Trial(msgspec.Struct, frozen=True):
 # --- daemon to worker
 
 
-class Encode(msgspec.Struct, tag="encode", frozen=True):
+class Encode(msgspec.Struct, tag="encode", frozen=True, omit_defaults=True):
     """Encode the image in raw into the lease; answered by Encoded, Failed or Cancelled."""
 
     id: str
     lease: Lease
     grid: tuple[int, int, int]      # what the daemon computed from the upright size
     rows: int
+    size: tuple[int, int]           # width and height as stored, by the header: the decoder must find the same
+    orientation: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1   # EXIF's: how its pixels are turned upright
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True):

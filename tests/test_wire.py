@@ -11,7 +11,7 @@ from epdd import wire
 from epdd.errors import ProtocolError
 
 MESSAGES = [
-    (wire.Encode("e1", wire.Lease(4096, 100), (1, 4, 6), 6), b"\xff\xd8 an image"),
+    (wire.Encode("e1", wire.Lease(4096, 100), (1, 4, 6), 6, (84, 56), 3), b"\xff\xd8 an image"),
     (wire.Generate("r1", (wire.Span(3, 6, (1, 4, 6), wire.Lease(0, 8), "float32", "ab"),),
                    wire.Sampling(5, temperature=0.5, logit_bias={7: -100.0}, stop_token_ids=(1, 2))), b"\x01\0\0\0"),
     (wire.Cancel("r1"), b""),
@@ -69,9 +69,9 @@ def test_frames_before_a_bad_one_are_taken():
 
 def test_a_lease_in_the_hosts_arena_says_nothing_of_arenas():
     """Most leases do: their frames are as before there were others."""
-    frame = wire.pack(wire.Encode("e", wire.Lease(4096, 8), (1, 2, 2), 1))
+    frame = wire.pack(wire.Encode("e", wire.Lease(4096, 8), (1, 2, 2), 1, (28, 28)))
     assert b"arena" not in frame
-    other = wire.Encode("e", wire.Lease(4096, 8, 3), (1, 2, 2), 1)
+    other = wire.Encode("e", wire.Lease(4096, 8, 3), (1, 2, 2), 1, (28, 28))
     assert list(wire.FrameBuffer(wire.to_worker).feed(wire.pack(other))) == [(other, b"")]
 
 

@@ -66,6 +66,7 @@ class Load(threading.Thread):
         file = io.BytesIO()
         image.save(file, "PNG")
         self._encoder, self._data = encoder, file.getvalue()
+        self._size = image.size
         self._grid = family.grid(*image.size)
         self._rows = family.rows(self._grid)
         self._lease = wire.Lease(0, family.embedding_bytes(self._rows))
@@ -75,7 +76,8 @@ class Load(threading.Thread):
 
     def run(self):
         while not self._ended.is_set():
-            self._encoder.send(wire.Encode(f"e{self.images}", self._lease, self._grid, self._rows), self._data)
+            self._encoder.send(wire.Encode(f"e{self.images}", self._lease, self._grid, self._rows, self._size),
+                               self._data)
             self.began.set()
             self._encoder.until(wire.Encoded)
             self.images += 1

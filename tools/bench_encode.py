@@ -35,6 +35,7 @@ from towers import MODELS, build, family_of, jpeg, module_class, tower_config
 
 from epdd import families
 from epdd.worker import preprocess, vml
+from epdd.worker.decode_image import decode
 from epdd.worker.backends import amx, cosine, cpu, relative_error
 from epdd.worker.native import many
 from epdd.worker.prepack import PackedLinear
@@ -151,6 +152,7 @@ class Case:
     def __init__(self, model, layers, sizes, rounds):
         self.model, self.layers, self.rounds = model, layers, rounds
         self.family = family_of(model)
+        self.sizes = sizes
         self.files = [jpeg(*size, seed=i) for i, size in enumerate(sizes)]
         self.grids = [self.family.grid(*size) for size in sizes]
         self.theirs = build(model, layers)
@@ -174,7 +176,8 @@ class Case:
 
     def our_patches(self):
         return torch.from_numpy(np.concatenate(
-            [preprocess.patches(file, self.family, grid) for file, grid in zip(self.files, self.grids)]))
+            [preprocess.patches(decode(file, size), self.family, grid)
+             for file, size, grid in zip(self.files, self.sizes, self.grids)]))
 
     @torch.inference_mode()
     def measure(self, int8=None):
@@ -229,7 +232,7 @@ def int8_cosine(model, layers):
     """Of the whole tower's planes at 448 x 448, int8 against float32; one copy of the weights at a time."""
     family = family_of(model)
     grid = family.grid(448, 448)
-    patches = torch.from_numpy(preprocess.patches(jpeg(448, 448), family, grid))
+    patches = torch.from_numpy(preprocess.patches(decode(jpeg(448, 448), (448, 448)), family, grid))
     tower = Tower(lambda: build(model, layers), family)
     wanted = tower(patches, [grid])
     found = cpu.Int8().prepare(tower)(patches, [grid])

@@ -103,7 +103,7 @@ async def handovers(folder, huge_pages, repeats, answering=False):
     if answer is not None:
         await answer
     nothing = wire.Lease(0, 0)
-    await ends["encoder"].do(wire.Encode(REPORT, nothing, (1, 2, 2), 1))
+    await ends["encoder"].do(wire.Encode(REPORT, nothing, (1, 2, 2), 1, (28, 28)))
     await ends["pd"].do(wire.Generate(REPORT, (), wire.Sampling(max_tokens=1)))
     found = {role: json.loads(file.read_text()) for role, file in files.items()}
     for end in ends.values():
@@ -126,7 +126,7 @@ async def write_answer(end, answered):
 async def hand_over(ends, sizes, number):
     """One request with an image of each size; its number."""
     leases = [wire.Lease(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
-    await asyncio.gather(*(ends["encoder"].do(wire.Encode(f"{number}/{i}", lease, (1, 2, 2), 1))
+    await asyncio.gather(*(ends["encoder"].do(wire.Encode(f"{number}/{i}", lease, (1, 2, 2), 1, (28, 28)))
                            for i, lease in enumerate(leases)))
     spans = tuple(wire.Span(i, 1, (1, 2, 2), lease, "bfloat16", "") for i, lease in enumerate(leases))
     await ends["pd"].do(wire.Generate(f"{number}/", spans, wire.Sampling(max_tokens=1)))
@@ -253,7 +253,7 @@ def encoding(folder, side, repeats):
     encoder.warm_up(lambda done: None)      # chooses the backend
     patches = side // random_model.PATCH
     grid, rows = (1, patches, patches), (patches // random_model.MERGE) ** 2
-    message = wire.Encode("x", wire.Lease(0, size), grid, rows)
+    message = wire.Encode("x", wire.Lease(0, size), grid, rows, (side, side))
     image = np.random.default_rng(0).integers(0, 256, (patches ** 2, 3 * random_model.PATCH ** 2), np.uint8)
     times = {True: [], False: []}
     for turn in range(2 * (repeats + 1)):

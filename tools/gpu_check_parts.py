@@ -95,7 +95,7 @@ class Encoding:
         self.sent.clear()
         began = time.perf_counter()
         for i, file in enumerate(files):
-            self.role.submit(wire.Encode(str(i), wire.Lease(each * i, each), grid, rows), file)
+            self.role.submit(wire.Encode(str(i), wire.Lease(each * i, each), grid, rows, size), file)
         while self.role.busy:
             self.role.step()
         seconds = time.perf_counter() - began

@@ -117,7 +117,7 @@ class Encoding:
         predicted_s = self.model(worker).predict(image.patches)
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
         target = self._target(embedding, worker)
-        message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows)
+        message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows, image.stored, image.orientation)
         self._leases.hold(embedding)
         try:
             job.work = worker.start(message, image.data, image.patches, predicted_s,

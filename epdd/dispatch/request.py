@@ -18,11 +18,17 @@ class Image:
     grid: tuple[int, int, int]      # (t, h, w) in patches
     rows: int                       # placeholder tokens
     key: str                        # content hash over bytes, processor options, model and background
+    orientation: int = 1            # EXIF's: how its stored pixels are turned upright
 
     @property
     def patches(self) -> int:
         """The cost of encoding it."""
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Width and height before it is turned upright."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
 
 @dataclass(frozen=True)

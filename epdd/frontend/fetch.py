@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -21,6 +22,7 @@ from epdd.errors import MediaError
 from epdd.frontend.addresses import Address, Allowlist, is_public
 
 _READ_BYTES = 1 << 16
+_PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Compressed transfer would let a small answer unpack to a large one, and images do not gain from it.
 _HEADERS = {"User-Agent": f"epdd/{__version__}", "Accept": "image/*, */*;q=0.5", "Accept-Encoding": "identity"}
@@ -128,14 +130,26 @@ class _Gate(AbstractResolver):
 
 
 def _parse(address: str, base: URL | None = None) -> URL:
-    """yarl keeps existing percent-escapes and adds missing ones, and writes host names in ASCII."""
+    """Path and query keep their bytes, since a signature may cover them; the host's name is written in ASCII.
+
+    What no request line can hold is percent-encoded: letters outside ASCII as UTF-8, white space, control characters.
+    """
     try:
-        url = URL(address) if base is None else base.join(URL(address))
+        given = URL(address, encoded=True)
+        if base is not None:
+            given = base.join(given)
+        url = URL(str(given))       # yarl's own spelling, of which the host is taken
         if url.scheme in ("http", "https") and url.host and url.port:
-            return url
+            return URL.build(scheme=url.scheme, authority=url.raw_authority, path=_printable(given.raw_path) or "/",
+                             query_string=_printable(given.raw_query_string), encoded=True)
     except ValueError:
         pass
     raise _malformed()
+
+
+def _printable(text: str) -> str:
+    # A Location header's bytes that are no UTF-8 come as surrogates.
+    return quote(text.encode("utf-8", "surrogateescape"), safe=_PRINTABLE)
 
 
 def _malformed() -> MediaError:

@@ -48,12 +48,11 @@ class Folders:
         if folder is None:
             raise _outside()
         try:
-            with open(_opened(folder, real[len(folder) + 1:].split(b"/")), "rb") as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
-                    raise _not_found()
-                # It may grow while it is read.
-                data = file.read(self._bytes_max + 1) if found.st_size <= self._bytes_max else None
+            at = _opened(folder, real[len(folder) + 1:].split(b"/"))
+            try:
+                data = _read(at, self._bytes_max)
+            finally:
+                os.close(at)
         except OSError:
             raise _not_found() from None
         if data is None or len(data) > self._bytes_max:
@@ -95,6 +94,18 @@ def _opened(folder: bytes, steps: Sequence[bytes]) -> int:
         return os.open(steps[-1], _FILE, dir_fd=at)
     finally:
         os.close(at)
+
+
+def _read(at: int, bytes_max: int) -> bytes | None:
+    """The file behind a descriptor; None or more than `bytes_max` bytes if it is too large.  Raises OSError."""
+    found = os.fstat(at)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError
+    if found.st_size > bytes_max:
+        return None
+    # `open` does not close a descriptor that it refuses, such as a folder's.  The file may grow while it is read.
+    with open(at, "rb", closefd=False) as file:
+        return file.read(bytes_max + 1)
 
 
 def _outside() -> MediaError:

@@ -1,23 +1,56 @@
-"""Format, size and orientation of an image file from its header; no pixel is decoded.
+"""Size and orientation of an image file from its header, and whether decoding it is bounded; no pixel is decoded.
 
-Reading needs no more than the file's own bytes: a small file that claims enormous dimensions costs nothing
-here.  The orientation is the one Pillow finds, which is what encoders turn the pixels by.
+A small file that claims enormous dimensions costs nothing here.  The orientation is the one Pillow finds.  What is read
+here goes to the encoder with the file, which turns the pixels by it, and refuses a file that its decoder finds another
+size in.
+
+Pixels alone do not bound the time of a decoder: a file may hold thousands of passes over the same pixels, or millions
+of empty parts, each of which is a step of an interpreter.  So those are counted too.  The limits are far above what any
+writer of images makes, and such that both this module and the decoder are done with the worst file in moments.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from epdd.errors import MediaError
+from epdd.frontend import image_format
 
-_ORIENTATION = 0x0112       # EXIF tag
-_SEGMENTS_MAX = 4096        # of a JPEG before its pixels: bounds the time that a hostile file takes
-_CHUNKS_MAX = 65536         # of a PNG or WebP, for the same reason
-_TURNED = (5, 6, 7, 8)      # orientations that swap width and height
+_ORIENTATION = 0x0112           # EXIF tag
+_TURNED = (5, 6, 7, 8)          # orientations that swap width and height
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
+
+_SEGMENTS_MAX = 4096            # of a JPEG, before its pixels and between its scans
+_EXIF_SEGMENTS_MAX = 64         # of those: 4 MB, where cameras write one
+_SCANS_FREE = 16                # of a JPEG of any size: a progressive one usually has 10
+_SCANS_MAX = 500                # what libjpeg-turbo's own tools allow
+_SCANS_PIXELS_MAX = 1_500_000_000   # scans x pixels: some seconds of libjpeg at worst
+_MARKS_MAX = 3_000_000          # bytes of 255 that are looked at in search of scans: 0.05 s
+_CHUNKS_MAX = 1 << 15           # of a PNG or WebP: 1 KiB each in the largest file
+_PROFILES_MAX = 8               # of a PNG, each of which may unpack to 1 MB
+_BLOCKS_MAX = 1 << 16           # of a GIF before its first frame: extensions and their sub-blocks
+# Pillow decodes run-length BMPs in Python, run by run and partly pixel by pixel: 1.5 s at these limits.
+_RUN_LENGTH_BYTES_MAX = 2 << 20
+_RUN_LENGTH_PIXELS_MAX = 10_000_000
+
+# In a scan: a byte of 255 that neither stands for itself, nor is a restart marker, nor fill.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of the first frame: pixels as they are stored, and how they are turned to stand upright."""
+
+    width: int
+    height: int
+    orientation: int = 1        # EXIF's, 1 (upright) to 8
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """(width, height)"""
+        return (self.height, self.width) if self.orientation in _TURNED else (self.width, self.height)
 
 
 @dataclass(frozen=True)
@@ -28,77 +61,111 @@ class _Raw:
     xmp: bytes = b""
 
 
-def size(data: bytes) -> tuple[int, int]:
-    """(width, height) in upright pixels.
+class _Endless(Exception):
+    """More parts than a limit allows, of the kind that it names."""
 
-    Raises MediaError: empty_image_file, invalid_image_format for anything but JPEG, PNG, WebP, GIF and BMP,
-    image_parse_error for a damaged header.
-    """
+
+def read(data: bytes) -> Header:
+    """Raises MediaError: empty_image_file; invalid_image_format and unsupported_image_media_type, as `image_format`
+    does; image_parse_error for a damaged header; image_too_large for one whose decoding is not bounded."""
     if not data:
         raise MediaError("The image file is empty", code="empty_image_file")
+    reader = _READERS[image_format.of(data)]
     try:
-        raw = _reader(data)(data)
+        raw = reader(data)
+    except _Endless as error:
+        raise MediaError(f"The image file has {error}, so it would take too long to decode; save it anew, or as a "
+                         "plain PNG or JPEG", code="image_too_large") from None
     except (IndexError, ValueError, struct.error):      # the file ends inside its header
         raw = _Raw(0, 0)
     if raw.width <= 0 or raw.height <= 0:
         raise MediaError("The image file is damaged: its header cannot be read", code="image_parse_error")
-    if _orientation(raw) in _TURNED:
-        return raw.height, raw.width
-    return raw.width, raw.height
-
-
-def _reader(data: bytes) -> Callable[[bytes], _Raw]:
-    """By the first bytes: labels and file names are often wrong."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return _jpeg
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return _png
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return _webp
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return _gif
-    if data.startswith(b"BM"):
-        return _bmp
-    raise MediaError("The image is in no known format; JPEG, PNG, WebP, GIF and BMP are supported",
-                     code="invalid_image_format")
+    return Header(raw.width, raw.height, _orientation(raw))
 
 
 def _jpeg(data: bytes) -> _Raw:
-    at, width, height, exif, xmp = 2, 0, 0, b"", b""
+    at, size, exif, xmp = 2, (0, 0), [], b""
     for _ in range(_SEGMENTS_MAX):
         at = data.index(b"\xff", at)    # bytes between segments are skipped, as decoders do
         marker = data[at + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:      # fill, or a marker without a body
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD7:      # fill, or a marker without a body
             at += 1 if marker == 0xFF else 2
             continue
+        if marker in (0xD8, 0xD9):      # no pixels came
+            return _Raw(0, 0)
         length, = struct.unpack_from(">H", data, at + 2)
-        if marker in (0xD9, 0xDA):      # the end, or pixels: EXIF may come as late as here
+        if marker == 0xDA:              # pixels: EXIF may come as late as here
             break
         body = data[at + 4:at + 2 + length]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):     # start of frame
+            if size != (0, 0):
+                return _Raw(0, 0)       # a second one: decoders differ in which they take
             height, width = struct.unpack_from(">HH", body, 1)
+            size = width, height
         elif marker == 0xE1 and body.startswith(b"Exif\0\0"):
-            exif += body[6:]            # long EXIF data continues in the next segment
+            exif.append(body[6:])       # long EXIF data continues in the next segment
         elif marker == 0xE1 and body.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
             xmp = body
         at += 2 + length
-    return _Raw(width, height, exif, xmp)
+    else:
+        raise _Endless(f"over {_SEGMENTS_MAX} segments before its pixels")
+    if len(exif) > _EXIF_SEGMENTS_MAX:
+        raise _Endless(f"over {_EXIF_SEGMENTS_MAX} segments of EXIF data")
+    _check_scans(data, at, size[0] * size[1])
+    return _Raw(*size, b"".join(exif), xmp)
+
+
+def _check_scans(data: bytes, at: int, pixels: int) -> None:
+    """Raises _Endless where a JPEG whose first scan is at `at` goes over its pixels too often."""
+    # More than there are, since metadata, a second picture or a film behind the first hold such bytes too.
+    if data.count(b"\xff\xda", at) <= _SCANS_FREE:
+        return
+    if data.count(b"\xff", at) > _MARKS_MAX:
+        raise _Endless("too many markers")
+    scans = segments = 0
+    while found := _MARKER.search(data, at):
+        marker, at = data[found.start() + 1], found.end()
+        if marker == 0xD9:
+            return
+        if marker == 0x01 or marker == 0xD8:
+            continue
+        if marker == 0xDA:
+            scans += 1
+        segments += 1
+        if scans > _SCANS_MAX or scans > _SCANS_FREE and scans * pixels > _SCANS_PIXELS_MAX:
+            raise _Endless(f"over {scans - 1} scans")
+        if segments > _SEGMENTS_MAX:
+            raise _Endless(f"over {_SEGMENTS_MAX} segments between its scans")
+        at += int.from_bytes(data[at:at + 2], "big")
 
 
 def _png(data: bytes) -> _Raw:
+    # Decoders take the last of several headers, wherever it is.
+    if data[8:16] != b"\0\0\0\x0dIHDR":
+        return _Raw(0, 0)
     width, height = struct.unpack_from(">II", data, 16)
-    exif, xmp, at = b"", b"", 8
+    exif, xmp, at, profiles, pixels = b"", b"", 33, 0, False
     for _ in range(_CHUNKS_MAX):
+        if pixels and at + 8 > len(data):
+            break                       # cut off in its pixels: the decoder's to refuse
         length, kind = struct.unpack_from(">I4s", data, at)
-        if kind in (b"IDAT", b"IEND"):
+        if kind == b"IEND":
             break
-        if kind == b"eXIf":
+        if kind == b"IHDR":
+            return _Raw(0, 0)
+        if kind == b"IDAT":
+            pixels = True
+        elif kind == b"eXIf":
             exif = data[at + 8:at + 8 + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0", at + 8):
             xmp = data[at + 8:at + 8 + length]
+        profiles += kind == b"iCCP"
         at += 12 + length
-    # EXIF behind the pixels is forbidden, and encoders do not decode a PNG to look for it.
-    return _Raw(width, height, exif, xmp if exif else b"")
+    else:
+        raise _Endless(f"over {_CHUNKS_MAX} chunks")
+    if profiles > _PROFILES_MAX:
+        raise _Endless(f"over {_PROFILES_MAX} colour profiles")
+    return _Raw(width, height, exif, xmp)
 
 
 def _webp(data: bytes) -> _Raw:
@@ -118,30 +185,34 @@ def _webp(data: bytes) -> _Raw:
     exif, xmp, at = b"", b"", 12
     for _ in range(_CHUNKS_MAX):
         if at + 8 > len(data):
-            break
+            return _Raw(width, height, exif, xmp)
         kind, length = struct.unpack_from("<4sI", data, at)
-        if kind == b"EXIF":
+        # The first one of each, and where the flags promise it: so does libwebp.
+        if kind == b"EXIF" and data[20] & 8 and not exif:
             exif = data[at + 8:at + 8 + length]
-        elif kind == b"XMP ":
+        elif kind == b"XMP " and data[20] & 4 and not xmp:
             xmp = data[at + 8:at + 8 + length]
         at += 8 + length + length % 2
-    return _Raw(width, height, exif, xmp)
+    raise _Endless(f"over {_CHUNKS_MAX} chunks")
 
 
 def _gif(data: bytes) -> _Raw:
     width, height = struct.unpack_from("<HH", data, 6)
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)     # after the global colour table
-    for _ in range(_CHUNKS_MAX):
-        if data[at] == 0x2C:            # the first frame; one that is larger than the screen enlarges it
+    extension = False
+    for _ in range(_BLOCKS_MAX):
+        if extension:                   # sub-blocks up to an empty one
+            extension = data[at] > 0
+            at += 1 + data[at]
+        elif data[at] == 0x2C:          # the first frame; one that is larger than the screen enlarges it
             left, top, wide, high = struct.unpack_from("<HHHH", data, at + 1)
             return _Raw(max(width, left + wide), max(height, top + high))
-        if data[at] != 0x21:
-            break
-        at += 2                         # an extension: sub-blocks up to an empty one
-        while data[at]:
-            at += 1 + data[at]
-        at += 1
-    return _Raw(0, 0)
+        elif data[at] == 0x21:
+            extension = True
+            at += 2
+        else:
+            return _Raw(0, 0)
+    raise _Endless(f"over {_BLOCKS_MAX} blocks before its first frame")
 
 
 def _bmp(data: bytes) -> _Raw:
@@ -149,8 +220,14 @@ def _bmp(data: bytes) -> _Raw:
     if header == 12:                # the OS/2 kind
         width, height = struct.unpack_from("<HH", data, 18)
         return _Raw(width, height)
-    width, height = struct.unpack_from("<ii", data, 18)
+    width, height, _, _, compression = struct.unpack_from("<iiHHI", data, 18)
+    if compression in (1, 2) and (len(data) > _RUN_LENGTH_BYTES_MAX or width * abs(height) > _RUN_LENGTH_PIXELS_MAX):
+        raise _Endless(f"run-length compressed pixels, and over {_RUN_LENGTH_BYTES_MAX} bytes or "
+                       f"{_RUN_LENGTH_PIXELS_MAX} pixels")
     return _Raw(width, abs(height))     # negative: rows from the top
+
+
+_READERS = {"JPEG": _jpeg, "PNG": _png, "WEBP": _webp, "GIF": _gif, "BMP": _bmp}
 
 
 def _orientation(raw: _Raw) -> int:
@@ -159,7 +236,7 @@ def _orientation(raw: _Raw) -> int:
     if found is None:
         match = _XMP_ORIENTATION.search(raw.xmp)
         found = int(match[1]) if match else 1
-    return found
+    return found if 1 <= found <= 8 else 1
 
 
 def _exif_orientation(exif: bytes) -> int | None:

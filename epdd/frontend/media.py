@@ -115,7 +115,8 @@ class Media:
         if len(data) > self._limits.file_bytes_max:
             raise MediaError(f"The image file is over the limit of {self._limits.file_bytes_max} bytes",
                              code="image_file_too_large")
-        width, height = image_header.size(data)
+        header = image_header.read(data)
+        width, height = header.upright
         if width * height > self._limits.pixels_max:
             raise MediaError(f"The image has {width} x {height} pixels; at most {self._limits.pixels_max} "
                              "are allowed", code="image_too_large")
@@ -123,7 +124,7 @@ class Media:
         # Everything that changes an image's embedding, so that no two embeddings share a key.
         facts = f"{self._family.folder}\0{min_pixels}\0{max_pixels}\0{BACKGROUND}\0".encode()
         key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
-        return Image(data, width, height, grid, self._family.rows(grid), key)
+        return Image(data, width, height, grid, self._family.rows(grid), key, header.orientation)
 
     def _bytes_max(self, url: str) -> int:
         """Room to wait for before the file is read."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
@@ -23,7 +24,7 @@ Pixels = NDArray[np.uint8]      # [height, width, 3]
 # Clients' files must not fill the log; what is wrong with them is said by the error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
-ORIENTATION_TAG = 0x0112
+JPEG_TABLES_MAX = 16          # segments of them: Pillow reads each table in Python
 WHITE = (255, 255, 255)         # what lies behind transparent pixels; part of the daemon's cache key
 
 _TURNS: dict[int, Callable[[Pixels], Pixels]] = {
@@ -37,27 +38,23 @@ _TURNS: dict[int, Callable[[Pixels], Pixels]] = {
 }
 
 
-def decode(data: bytes) -> Pixels:
-    """The first frame of an image file, upright, on white.
+def decode(data: bytes, size: tuple[int, int], orientation: int = 1) -> Pixels:
+    """The first frame of an image file, turned upright from `orientation` (EXIF's), on white.
 
-    Raises MediaError if the bytes are not one of the five formats, or damaged, or cut off.  The daemon has
-    bounded the pixel count by the header; Pillow's own bound stands behind it.
+    `size` is the width and height, as stored, that the daemon found in the header and holds to its limits.
+    Raises MediaError if the bytes are not one of the five formats, or damaged, or cut off, or if the decoder is about
+    to make pixels of another size.
     """
+    form = sniff(data)
     try:
-        image = Image.open(io.BytesIO(data), formats=[sniff(data)])
-    except Image.DecompressionBombError:
-        raise MediaError("the image has too many pixels", code="image_too_large") from None
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, struct.error, EOFError, KeyError):
-        raise MediaError("the image's header cannot be read", code="image_parse_error") from None
-    try:
-        pixels = _fast_jpeg(image, data)
+        pixels = _fast_jpeg(data, size) if form == "JPEG" else None
         if pixels is None:
-            pixels = np.asarray(_as_rgb(image))
-    except MemoryError:     # ours to answer for: how many pixels a file may have was checked long before
+            pixels = _by_pillow(_without_metadata(data) if form == "JPEG" else data, form, size)
+    except (MediaError, MemoryError):   # too little memory is ours to answer for: its pixels were counted long before
         raise
     except Exception:  # a decoder may raise anything at all on hostile bytes
         raise MediaError("the image's pixels cannot be decoded", code="image_parse_error") from None
-    turn = _TURNS.get(_orientation(image))
+    turn = _TURNS.get(orientation)
     return turn(pixels) if turn else pixels
 
 
@@ -76,9 +73,14 @@ def sniff(data: bytes) -> str:
     raise MediaError("the bytes are no JPEG, PNG, WebP, GIF or BMP image", code="invalid_image_format")
 
 
-def _fast_jpeg(image: Image.Image, data: bytes) -> Pixels | None:
-    """libjpeg-turbo's own pixels, equal to Pillow's; None where it refuses or another format needs Pillow."""
-    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+def _fast_jpeg(data: bytes, size: tuple[int, int]) -> Pixels | None:
+    """libjpeg-turbo's own pixels, equal to Pillow's; None where it refuses or the colours need Pillow."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    _check_size((int(width), int(height)), size)
+    if colours in ("CMYK", "YCCK"):
         return None
     try:
         decoded: Pixels = simplejpeg.decode_jpeg(data, "RGB")
@@ -87,13 +89,64 @@ def _fast_jpeg(image: Image.Image, data: bytes) -> Pixels | None:
     return decoded
 
 
-def _orientation(image: Image.Image) -> int:
-    """1 to 8.  To be asked when the pixels are loaded: a PNG's EXIF may follow them."""
+def _without_metadata(data: bytes) -> bytes:
+    """A JPEG with nothing before its first scan but what its pixels depend on.
+
+    Pillow reads the rest in Python: a file of 64 KB can make it spend 300 MB on EXIF tags that lie over one another.
+    Raises ValueError, IndexError, struct.error for a damaged file.
+    """
+    at, kept, tables = 2, [data[:2]], 0
+    while True:
+        at = data.index(b"\xff", at)
+        marker = data[at + 1]
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD7:      # fill, or a marker without a body
+            at += 1 if marker == 0xFF else 2
+            continue
+        if 0xD8 <= marker <= 0xDA:
+            return b"".join(kept) + data[at:]
+        length, = struct.unpack_from(">H", data, at + 2)
+        tables += marker == 0xDB
+        if tables > JPEG_TABLES_MAX:
+            raise ValueError
+        # JFIF's and Adobe's segments say which colours there are.
+        if marker in (0xE0, 0xEE) or marker != 0xFE and not 0xE0 <= marker <= 0xEF:
+            kept.append(data[at:at + 2 + length])
+        at += 2 + length
+
+
+def _by_pillow(data: bytes, form: str, size: tuple[int, int]) -> Pixels:
+    """Pillow's pixels.  Raises MediaError, and whatever Pillow does."""
     try:
-        value = image.getexif().get(ORIENTATION_TAG, 1)
-    except Exception:  # malformed EXIF is ignored, whatever it makes the parser raise
-        return 1
-    return value if isinstance(value, int) else 1
+        with _pixels_max(size[0] * size[1]):
+            image = Image.open(io.BytesIO(data), formats=[form])
+            _check_size(image.size, size)
+            return np.asarray(_as_rgb(image))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _another_size() from None
+    except UnidentifiedImageError:
+        raise MediaError("the image's header cannot be read", code="image_parse_error") from None
+
+
+@contextmanager
+def _pixels_max(count: int) -> Iterator[None]:
+    """Within, Pillow refuses what it sees to be over twice as many: it makes some pixels before it tells the size.
+
+    The limit is the process's: there is one thread that decodes.
+    """
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, count
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = usual
+
+
+def _check_size(found: tuple[int, int], said: tuple[int, int]) -> None:
+    if tuple(found) != tuple(said):
+        raise _another_size()
+
+
+def _another_size() -> MediaError:
+    return MediaError("the image's pixels have another size than its header says", code="image_parse_error")
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

@@ -5,6 +5,7 @@ Holds only vision weights.  How they are computed with is a matter of `tower` an
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
-from epdd.worker import backends, load, preprocess
+from epdd.worker import backends, decode_image, load, preprocess
 from epdd.worker.backends import choice, remembered
 from epdd.worker.bootstrap import name_thread
 from epdd.worker.grids import Grid
@@ -31,6 +32,10 @@ from epdd.worker.tower import Tower
 BATCH_PATCHES_MAX = 1024
 WARM_UP_S = 8.0                 # a size is not timed if it would likely end after this
 WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
+# After a larger image than this the C library gives freed memory back to the system: it would keep the largest that
+# each thread ever had.  Setting its thresholds instead would slow torch's own allocations down.
+TRIM_PIXELS_MIN = 4_000_000
+LIBC = ctypes.CDLL(None)        # its calls let go of the interpreter lock
 CHOICE_SHARE = 0.4              # of the warm-up's progress: choosing the backend
 
 
@@ -69,7 +74,7 @@ class Encoder:
         except WorkerFailed as error:
             self._send(failed(message.id, error))
             return
-        self._waiting.append(Job(message, self._helper.submit(self._prepare, raw, message.grid)))
+        self._waiting.append(Job(message, self._helper.submit(self._decode, raw, message)))
 
     def cancel(self, work_id: str) -> None:
         """Drop an image that waits; one that is done has been answered already."""
@@ -139,9 +144,17 @@ class Encoder:
         """Of the weights and the embeddings."""
         return self.tower.dtype
 
-    def _prepare(self, raw: bytes, grid: Grid) -> Any:
+    def _decode(self, raw: bytes, message: wire.Encode) -> Any:
         """What `embed` takes of an image file, in the helper thread.  Raises MediaError."""
-        return preprocess.patches(raw, self._family, grid)
+        try:
+            return self._prepare(decode_image.decode(raw, message.size, message.orientation), message.grid)
+        finally:
+            if math.prod(message.size) >= TRIM_PIXELS_MIN:
+                LIBC.malloc_trim(0)
+
+    def _prepare(self, pixels: decode_image.Pixels, grid: Grid) -> Any:
+        """The same of its pixels."""
+        return preprocess.patches(pixels, self._family, grid)
 
     def _blank(self, side: int) -> Any:
         """The same of a black image of `side` patches a side."""

@@ -39,13 +39,15 @@ def test_counts_of_2000_sizes_are_the_rows_encoded(checkpoint):
         width, height = (int(2 ** rng.uniform(0, 9)) for _ in range(2))
         data = file(width, height, rng)
         try:
-            grid = family.grid(*image_header.size(data))
+            header = image_header.read(data)
+            grid = family.grid(*header.upright)
         except MediaError:
             assert max(width, height) > 200 * min(width, height)
             continue
         name = str(len(wanted))
         wanted[name] = family.rows(grid)
-        encoder.submit(Encode(name, Lease(0, ARENA), grid, wanted[name]), data)
+        encoder.submit(Encode(name, Lease(0, ARENA), grid, wanted[name],
+                              (header.width, header.height), header.orientation), data)
         while encoder.busy:
             encoder.step()
     assert all(isinstance(reply, Encoded) for reply in replies), [r for r in replies if not isinstance(r, Encoded)][:3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import textwrap
+from urllib.parse import quote
 
 from tests.field import pictures
 from tests.field.house import House
@@ -144,6 +145,17 @@ async def folder(house: House) -> None:
     assert len({reply.error["message"] for reply in replies}) == 1
     await house.refused("image_file_not_found", pictures.part(f"file://{house.folder}/no.png"), COLOUR)
     (house.folder / "link.png").unlink()
+
+
+@case("D22s", "presigned URL", "%2F, %40, %3a and %7E in path and query, by itself and behind a redirect",
+      "the host sees the bytes that the user gave", policy="only what no request line can hold is encoded")
+async def presigned(house: House) -> None:
+    signed = "/a%2Fb/%40%3a%7E.png?X-Signature=%2F%2b%3D&X-Date=2026-12-01T00:00:00Z"
+    house.host.seen.clear()
+    assert await house.answers(pictures.part(house.host.url + signed), COLOUR) == "green"
+    moved = f"{house.host.url}/to?url={quote(house.host.url + signed, safe='')}"
+    assert await house.answers(pictures.part(moved), COLOUR) == "green"
+    assert house.host.seen[0] == house.host.seen[2] == signed
 
 
 @case("D22", "URL with letters outside ASCII", "/\u732b.png, plain and percent-encoded; a host of such letters",

@@ -16,6 +16,7 @@ from tests.field import pictures
 from tests.field.house import House, little_memory
 from tests.field.pictures import file, plain
 from tests.field.table import case
+from tests.frontend import hostile
 
 COLOUR = "What colour is the circle?"
 
@@ -121,6 +122,26 @@ async def bomb(house: House) -> None:
         assert {reply.error["code"] for reply in replies} == {"image_too_large"}
 
 
+@case("D11s", "small files of much work", "JPEG of 3,000 scans, BMP of runs, GIF of sub-blocks, PNG of chunks",
+      "400 image_too_large from the header", policy="what costs a decoder steps is counted before it begins")
+async def much_work(house: House) -> None:
+    for data in (hostile.scans(8000, 7998, 3000), hostile.run_length(4000, 3900, b"\1\1" * 4000 + b"\0\0"),
+                 hostile.sub_blocks(1_000_000), hostile.png(8, 8, hostile.chunk(b"abCd") * 100_000),
+                 hostile.jpeg(before=hostile.segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 100)):
+        await house.refused("image_too_large", data, "What is this?")
+    motion = hostile.jpeg(64, 64, behind=b"film" + b"\xff\xda\0\x0c" * 5000, progressive=True)
+    await house.same_view((motion, file(Image.open(io.BytesIO(motion)).convert("RGB"))))
+
+
+@case("D11h", "two sizes in one file", "PNG with two headers or another chunk first, GIF with an empty sub-block",
+      "400 image_parse_error, no memory", policy="an encoder makes no pixel of a size that the daemon did not see")
+async def two_sizes(house: House) -> None:
+    with little_memory(house, 50_000_000):
+        for data in (hostile.two_headers(64, 13000), hostile.another_chunk_first(64, 13000),
+                     hostile.empty_sub_block(64, 13000), hostile.two_frames(64, 65)):
+            await house.refused("image_parse_error", data, "What is this?")
+
+
 @case("D12", "wrong label", "image/jpeg on WebP, PNG and BMP bytes; text/html on a JPEG",
       "200 by the bytes; text/html: 400 unsupported_image_media_type", policy="a label that is no image's is refused")
 async def label(house: House) -> None:
@@ -150,3 +171,12 @@ async def nothing(house: House) -> None:
                        ("image_parse_error", b"\x89PNG\r\n\x1a\n" + struct.pack(">I4s", 13, b"IHDR")),
                        ("image_parse_error", b"GIF89a\1")):
         assert (await house.ask(data, "What is this?")).error["code"] == code
+
+
+@case("D14f", "formats that are not taken", "TIFF, PDF, SVG, HEIC", "400 unsupported_image_media_type with the name",
+      policy="another code than for no image at all")
+async def not_taken(house: House) -> None:
+    for name, data in (("TIFF", b"II*\0" + bytes(40)), ("PDF", b"%PDF-1.7"), ("SVG", b"<?xml?><svg/>"),
+                       ("HEIC", b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic")):
+        reply = await house.refused("unsupported_image_media_type", data, "What is this?")
+        assert f"in the format {name}," in reply.error["message"] and "JPEG, PNG" in reply.error["message"]

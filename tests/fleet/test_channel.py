@@ -8,7 +8,7 @@ from epdd.errors import ProtocolError, WorkerLost
 from epdd.fleet.channel import Channel
 from epdd.wire import Done, Encode, Encoded, Generate, Lease, Prefilled, Sampling, Tokens, pack, socket_pair
 
-ENCODE = Encode("x", Lease(0, 8), (1, 2, 2), 1)
+ENCODE = Encode("x", Lease(0, 8), (1, 2, 2), 1, (28, 28))
 GENERATE = Generate("x", (), Sampling(1))
 
 
@@ -40,7 +40,7 @@ async def test_a_sink_that_fails_keeps_no_work_from_its_end():
     channel, reading, theirs = await connected()
     ended, events = [], []
     channel.start(ENCODE, b"", 1, 1.0, lambda event: 1 / 0).on_end(lambda: ended.append("first"))
-    second = Encode("y", ENCODE.lease, ENCODE.grid, ENCODE.rows)
+    second = Encode("y", ENCODE.lease, ENCODE.grid, ENCODE.rows, ENCODE.size)
     channel.start(second, b"", 1, 1.0, events.append).on_end(lambda: ended.append("second"))
     theirs.close()
     await reading

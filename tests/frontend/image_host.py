@@ -28,6 +28,7 @@ class Host:
     seen: list[str]
     hanging: int = 0
     left: int = 0
+    location: str = ""          # where /to?url= leads
 
     @property
     def url(self) -> str:
@@ -44,7 +45,8 @@ async def hosting() -> AsyncIterator[Host]:
         if path.startswith("/status/"):
             return web.Response(status=int(path[8:]), text="<html>no</html>")
         if path == "/to":
-            return web.Response(status=302, headers={"Location": request.query["url"]})
+            url = host.location if "url" in request.query and not request.query["url"] else request.query.get("url")
+            return web.Response(body=PNG) if url is None else web.Response(status=302, headers={"Location": url})
         if path == "/hang":
             host.hanging += 1
             try:

@@ -187,7 +187,7 @@ async def test_context_and_images(house: House) -> None:
     hello = {"type": "image_url", "image_url": "data:image/png;base64,aGVsbG8="}
     answer = await house.chat(messages=asking("x", hello))
     assert (await answer.json())["error"] == {
-        "message": "The image is in no known format; JPEG, PNG, WebP, GIF and BMP are supported",
+        "message": "The image is in no known format; send JPEG, PNG, WebP, GIF or BMP",
         "type": "invalid_request_error", "param": "messages[0].content[1]", "code": "invalid_image_format"}
     assert house.script.requests == []
 

@@ -22,14 +22,60 @@ def test_an_allowed_host_is_fetched_from() -> None:
     run(test)
 
 
-def test_paths_are_encoded_once() -> None:
+SIGNED = ("/a%2Fb/%40%3a%7E%7e/+a%2B,;=@:!$&'()*.png"
+          "?X-Sig=%2F%2f%40%3A%3a%7E%7e%26+%2B%20&X-Date=2026:12/01?&e=&empty&q=%C3%BC%e7&%zz=%&[]{}|^`\"<>")
+
+
+def test_paths_and_queries_keep_their_bytes() -> None:
+    """A presigned URL's signature covers them."""
     async def test(host: Host) -> None:
         async with fetching(**listed(host)) as fetcher:
-            for path in ("/\u732b.png", "/%E7%8C%AB.png", "/%e7%8c%ab.png?q=a%20b"):
-                assert await fetcher.fetch(host.url + path) == PNG
-        assert host.seen == ["/%E7%8C%AB.png", "/%E7%8C%AB.png", "/%E7%8C%AB.png?q=a%20b"]
+            paths = ("/%E7%8C%AB.png", "/%e7%8c%ab.png?q=a%20b", "/a/../b/./c%2e%2e//d.png", "/", "/?", SIGNED)
+            for path in paths:
+                assert await fetcher.fetch(host.url + path + "#part") == PNG
+            assert host.seen == [*paths[:4], "/", SIGNED]
+            host.seen.clear()
+            # Redirected: to another host's URL, to a path, and to one beside this.
+            for target, seen in ((host.url + SIGNED, SIGNED), (SIGNED, SIGNED), ("a%2Fb%7E?c=%2f", "/a%2Fb%7E?c=%2f"),
+                                 ("?c=%40", "/to?c=%40")):
+                host.location = target
+                assert await fetcher.fetch(f"{host.url}/to?url=") == PNG
+                assert host.seen.pop() == seen
 
     run(test)
+
+
+def test_letters_outside_ascii_are_encoded() -> None:
+    async def test(host: Host) -> None:
+        async with fetching(**listed(host)) as fetcher:
+            for path in ("/\u732b.png?q=\xfc b", "/%E7%8C%AB.png?q=%C3%BC%20b"):
+                assert await fetcher.fetch(host.url + path) == PNG
+                host.location = path
+                assert await fetcher.fetch(f"{host.url}/to?url=") == PNG
+            assert {path for path in host.seen if path[:3] != "/to"} == {"/%E7%8C%AB.png?q=%C3%BC%20b"}
+            # No line of the request's head can be added.
+            assert await fetcher.fetch(f"{host.url}/a\r\nX: y\0\t.png") == PNG
+            assert host.seen[-1] == "/aX:%20y%00.png"
+
+    run(test)
+
+
+def test_host_names_are_looked_up_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        asked = []
+
+        async def lookup(name: str, port: int, **options: Any) -> list[Any]:
+            asked.append(name)
+            return [(2, 1, 6, "", ("127.0.0.1", port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup, raising=False)
+        async with hosting() as host, fetching(fetch="allowlist", allow=("127.0.0.0/8",)) as fetcher:
+            assert await fetcher.fetch(f"http://b\xfccher.example:{host.port}/a%2Fb") == PNG
+            assert asked == ["xn--bcher-kva.example"] and host.seen == ["/a%2Fb"]
+        async with fetching(fetch="public") as fetcher:     # what is dialled is what is checked
+            assert await fault(fetcher, "http://b\xfccher.example/a%2Fb") == "invalid_image_url"
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("url", [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epdd.config import Media as Limits
 from epdd.errors import ConfigError, MediaError
 from epdd.families import Family
 from epdd.frontend.files import Folders
+from epdd.frontend.media import Media
+from epdd.frontend.messages import ImageRef
 
-from .test_media import PNG, fault, images
+from .image_host import Host, listed, run
+from .test_media import EXECUTOR, PNG, fault, images
 
 OUTSIDE = ("invalid_image_url", "The file: URL does not lead into a folder that this server reads images from")
 
@@ -100,6 +105,66 @@ def test_what_is_inside_and_no_readable_file(allowed: Path) -> None:
     with open(allowed / "sparse.png", "wb") as file:
         file.truncate(1 << 40)
     assert refusal(folders, f"file://{allowed}/sparse.png")[0] == "image_file_too_large"
+
+
+def test_no_refused_source_leaves_a_descriptor(family: Family, allowed: Path) -> None:
+    """Of files, of web servers and of data: URLs, each way that they can be refused."""
+    os.mkfifo(allowed / "pipe.png")
+    (allowed / "large.png").write_bytes(PNG + bytes(9000))
+    (allowed / "text.png").write_bytes(b"hello")
+    (allowed / "link.png").symlink_to(allowed.parent / "secret.png")
+    paths = ("sub dir", "", "pipe.png", "missing.png", "a.png/b", "sub dir/b.png", "large.png", "text.png", "link.png",
+             "../secret.png")
+    files = [f"file://{allowed}/{path}" for path in paths]
+    datas = ["data:image/png;base64,AAAA", "data:image/png;base64,!", "data:text/html;base64,AAAA", "data:,", "blob:x"]
+
+    async def test(host: Host) -> None:
+        limits = Limits(**listed(host), timeout_s=0.5, redirects_max=1, file_bytes_max=8000, folders=(str(allowed),))
+        webs = [host.url + path for path in (
+            "/status/404", "/status/204", "/to?url=http://169.254.169.254/", "/to?url=file:///etc/passwd",
+            "/to?url=/to%3Furl%3D/to%253Furl%253D/a", "/bytes/9000", "/cut", "/hang", "/drip", "/packed")]
+        webs += ["http://127.0.0.1:1/", f"https://127.0.0.1:{host.port}/", "http://10.0.0.1/", "http://[::1/"]
+        media = Media(limits, family, EXECUTOR)
+
+        async def refuse(urls: list[str]) -> None:
+            for url in urls:
+                with pytest.raises(MediaError):
+                    async with media.images([ImageRef(url, "p")], 0, 0):
+                        pytest.fail(url)
+
+        try:
+            await asyncio.gather(*(refuse([url]) for url in [*webs, *files, *datas]))      # threads, resolver, loop
+            before = await steady_descriptors()
+            for url in [*files, *datas]:
+                await refuse([url] * 3)
+            assert await steady_descriptors() == before
+            for _ in range(3):
+                await asyncio.gather(*(refuse([url]) for url in webs))
+            assert await steady_descriptors() == before
+        finally:
+            await media.close()
+
+    run(test)
+
+
+async def steady_descriptors() -> list[str]:
+    """What this process has open, once that did not change for a while: a closed connection's end is seen later."""
+    found: list[str] = []
+    for _ in range(100):
+        await asyncio.sleep(0.05)
+        seen = sorted(link for at in os.listdir("/proc/self/fd") if (link := _link(f"/proc/self/fd/{at}")))
+        kinds = [link.partition(":")[0] for link in seen]
+        if kinds == found:
+            break
+        found = kinds
+    return found
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:     # the listing's own
+        return ""
 
 
 def test_links_that_change_between_look_and_use(allowed: Path) -> None:

@@ -15,12 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from epdd.errors import RequestError
+from epdd.errors import IMAGE_CODES, MediaError, RequestError
 from epdd.families import Family
 from epdd.frontend import image_header, openai, reading
 from epdd.frontend.media import data_url
 from epdd.frontend.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from epdd.worker.decode_image import decode
 
+from . import hostile
 from .house import House, hosted
 
 FAMILY = Family("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
@@ -157,22 +159,31 @@ FILES = [_file("PNG"), _file("PNG", exif=_exif(6)), _file("JPEG"), _file("JPEG",
          _file("WEBP"), _file("WEBP", lossless=True, exif=_exif(3)), _file("GIF"), _file("BMP")]
 
 
+HOSTILE = [hostile.two_headers(64, 65), hostile.another_chunk_first(64, 65), hostile.empty_sub_block(64, 65),
+           hostile.two_frames(64, 65), hostile.scans(64, 64, 20), hostile.run_length(24, 16, b"\x18\1\0\0"),
+           hostile.sub_blocks(20), hostile.jpeg(before=hostile.overlapping_exif(9)),
+           hostile.png(8, 8, hostile.chunk(b"eXIf", _exif(6).tobytes()[6:]))]
+PIECES = [b"\xff\xd9", b"\xff\xda\0\x0c", b"\xff\xc0\0\x0b\x08\0\x20\0\x20\1\1\x11\0", hostile.png_header(9, 7),
+          hostile.chunk(b"IEND"), b"\x21\xff\0", b"\x21\xfe\0", b"\x2c\0\0\0\0\x20\0\x20\0\0", b"ANMF\x10\0\0\0",
+          hostile.segment(0xE1, b"Exif\0\0" + _exif(5).tobytes()[6:])]
+
+
 @settings(max_examples=300)
-@given(st.sampled_from(FILES), st.data())
+@given(st.sampled_from(FILES + HOSTILE), st.data())
 def test_damaged_image_headers(file: bytes, data: st.DataObject) -> None:
     """Bytes near the start changed to anything, and the file cut anywhere."""
     damaged = bytearray(file)
     for at, new in data.draw(st.lists(st.tuples(st.integers(0, 120), st.binary(min_size=1, max_size=4)), max_size=5)):
         damaged[at:at + len(new)] = new
     cut = bytes(damaged[:data.draw(st.integers(0, len(damaged)))])
-    tried(lambda: image_header.size(cut), len(cut))
-    tried(lambda: image_header.size(bytes(damaged)), len(damaged))
+    tried(lambda: image_header.read(cut), len(cut))
+    tried(lambda: image_header.read(bytes(damaged)), len(damaged))
 
 
 @given(st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"RIFF\0\0\0\0WEBPVP8 ",
                         b"RIFF\0\0\0\0WEBPVP8L", b"GIF89a", b"BM", b""]), st.binary(max_size=300))
 def test_headers_that_never_were(magic: bytes, rest: bytes) -> None:
-    tried(lambda: image_header.size(magic + rest), len(rest))
+    tried(lambda: image_header.read(magic + rest), len(rest))
 
 
 @pytest.mark.parametrize("file", [
@@ -180,9 +191,34 @@ def test_headers_that_never_were(magic: bytes, rest: bytes) -> None:
     b"\x89PNG\r\n\x1a\n" + bytes(5_000_000), b"GIF89a" + bytes(7) + b"\x21\xfe\x01x" * 1_000_000,
     b"GIF89a" + bytes(7) + b"\x21\xfe\0" * 1_000_000, b"RIFF\0\0\0\0WEBPVP8X" + bytes(5_000_000),
     b"\xff\xd8" + (b"\xff\xe1\xff\xffExif\0\0" + bytes(65527)) * 100,
-], ids=range(8))
+    hostile.jpeg(behind=b"\xff\xda" * 1_000_000), hostile.scans(64, 64, 50_000),
+    hostile.jpeg(before=hostile.segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + b"tiff:Orientation" * 4000)),
+    hostile.png(8, 8, hostile.chunk(b"iTXt", b"XML:com.adobe.xmp\0" + b"tiff:Orientation" * 100_000)),
+    hostile.png(8, 8, hostile.chunk(b"abCd") * 200_000), hostile.sub_blocks(3_000_000), b"<" + b" " * 3_000_000,
+    hostile.run_length(4000, 4000, b"\1\1\0\0"), b"\0\0\0\x20ftyp" + bytes(3_000_000),
+], ids=range(17))
 def test_long_headers_of_one_kind(file: bytes) -> None:
-    tried(lambda: image_header.size(file), len(file))
+    tried(lambda: image_header.read(file), len(file))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(FILES + HOSTILE), st.data())
+def test_daemon_and_encoder_see_one_picture(file: bytes, data: st.DataObject) -> None:
+    """Bytes changed, cut out, put in again or taken from another file: what is decoded has the size that was read."""
+    damaged = bytearray(file)
+    for at, count, new in data.draw(st.lists(st.tuples(
+            st.integers(2, min(len(file), 400)), st.integers(0, 12),
+            st.binary(max_size=6) | st.sampled_from(PIECES)), max_size=4)):
+        damaged[at:at + count] = new
+    try:
+        header = image_header.read(bytes(damaged))
+        if header.width * header.height > 1 << 22:
+            return
+        found = decode(bytes(damaged), (header.width, header.height), header.orientation)
+    except MediaError as error:
+        assert error.code in IMAGE_CODES
+    else:
+        assert found.shape == (*header.upright[::-1], 3)
 
 
 @hosted()

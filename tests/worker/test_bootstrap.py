@@ -17,6 +17,7 @@ from PIL import Image
 from epdd import arena, families, wire
 from epdd.fleet.process import ForkServer, Process
 from tests import checkpoints
+from tests.frontend import hostile
 from tests.worker import pd
 
 HANG_S = 60.0           # then something stands still
@@ -105,8 +106,8 @@ def test_an_image_and_its_answer_through_two_processes(checkpoint: Callable[...,
     grid = family.grid(100, 60)
     rows = family.rows(grid)
     lease = wire.Lease(4096, family.embedding_bytes(rows))
-    encoder.send(wire.Encode("bad", lease, grid, rows), b"hello")
-    encoder.send(wire.Encode("good", lease, grid, rows), image_bytes(100, 60))
+    encoder.send(wire.Encode("bad", lease, grid, rows, (100, 60)), b"hello")
+    encoder.send(wire.Encode("good", lease, grid, rows, (100, 60)), image_bytes(100, 60))
     failed, encoded = encoder.until(wire.Encoded)
     assert isinstance(failed, wire.Failed) and (failed.id, failed.code) == ("bad", "invalid_image_format")
     assert isinstance(encoded, wire.Encoded) and encoded.bytes == lease.size
@@ -169,6 +170,41 @@ def test_a_bad_checkpoint_is_told_and_exits_78(checkpoint: Callable[..., str], s
         assert worker.exit_code() == 78
 
 
+def test_an_encoder_gives_back_what_large_images_took(checkpoint: Callable[..., str], start: Start) -> None:
+    folder = checkpoint("qwen3_vl")
+    family = families.load(folder)
+    worker = start(folder, "encoder", arena_slice=(0, pd.ARENA_BYTES))
+    worker.until(wire.Ready)
+    lease = wire.Lease(0, pd.ARENA_BYTES)
+
+    def encode(said: tuple[int, int], data: bytes) -> wire.FromWorker:
+        grid = family.grid(*said)
+        worker.send(wire.Encode("x", lease, grid, family.rows(grid), said), data)
+        return worker.until(wire.Encoded, wire.Failed)[-1]
+
+    side = 4000                 # 48 MB of pixels, and as much again where colours are converted
+    files = []
+    for mode, form in (("RGB", "PNG"), ("RGBA", "PNG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("P", "GIF")):
+        file = io.BytesIO()
+        Image.new(mode, (side, side)).save(file, form)
+        files.append(file.getvalue())
+    small = image_bytes(100, 60)
+    assert isinstance(encode((100, 60), small), wire.Encoded)
+    before = worker.status("RssAnon")
+    for data in files:
+        assert isinstance(encode((side, side), data), wire.Encoded)
+    peak, now = worker.status("VmHWM"), worker.status("RssAnon")
+    assert peak - before > 40_000           # it did take them, in KiB
+    assert now - before < 20_000
+    # A header that says less than there is costs nothing at all.
+    for lying in (hostile.two_headers(64, 8000), hostile.another_chunk_first(64, 8000),
+                  hostile.empty_sub_block(64, 8000)):
+        answer = encode((64, 64), lying)
+        assert isinstance(answer, wire.Failed) and answer.code == "image_parse_error"
+    assert worker.status("VmHWM") == peak
+    worker.hang_up()
+
+
 @pytest.mark.slow
 def test_the_daemons_end_is_noticed_in_a_long_kernel(checkpoint: Callable[..., str], start: Start) -> None:
     folder = checkpoint("qwen3_vl", size=checkpoints.Size(vision_layers=12, vision_hidden=128, vision_inter=512,
@@ -180,7 +216,7 @@ def test_the_daemons_end_is_noticed_in_a_long_kernel(checkpoint: Callable[..., s
     rows = family.rows(grid)
     file = io.BytesIO()
     Image.new("RGB", (2048, 2048)).save(file, "BMP")
-    worker.send(wire.Encode("x", wire.Lease(0, pd.ARENA_BYTES), grid, rows), file.getvalue())
+    worker.send(wire.Encode("x", wire.Lease(0, pd.ARENA_BYTES), grid, rows, (2048, 2048)), file.getvalue())
     time.sleep(1.0)
     worker.hang_up()
     begin = time.monotonic()

@@ -3,16 +3,27 @@ from __future__ import annotations
 import io
 import struct
 import time
+import tracemalloc
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 from hypothesis import given, settings, strategies as st
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from epdd.errors import IMAGE_CODES, MediaError
-from epdd.worker.decode_image import decode as pixels, sniff
+from epdd.frontend import image_header
+from epdd.worker.decode_image import Pixels, decode, sniff
 from tests.checkpoints import picture
+from tests.frontend import hostile
+
+
+def pixels(data: bytes) -> Pixels:
+    """Decoded by what the daemon finds in the header."""
+    header = image_header.read(data)
+    return decode(data, (header.width, header.height), header.orientation)
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -144,7 +155,7 @@ def test_bytes_decide_the_format_not_labels() -> None:
         "JPEG", "PNG", "WEBP", "GIF", "BMP"]
     for data in (b"hello", b"", b"II*\0" + bytes(64), encoded(picture(8, 8), "TIFF"), b"<svg></svg>", b"%PDF-1.7"):
         with pytest.raises(MediaError) as caught:
-            pixels(data)
+            decode(data, (8, 8))
         assert caught.value.code == "invalid_image_format"
 
 
@@ -157,8 +168,59 @@ def test_a_bomb_stops_at_the_header() -> None:
     PngImagePlugin.putchunk(file, b"IDAT", b"x\x9c\x03\x00\x00\x00\x00\x01")
     PngImagePlugin.putchunk(file, b"IEND", b"")
     with pytest.raises(MediaError) as caught:
-        pixels(file.getvalue())
-    assert caught.value.code == "image_too_large"
+        decode(file.getvalue(), (200, 200))
+    assert caught.value.code == "image_parse_error" and "another size" in caught.value.message
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("data", [
+    hostile.two_headers(64, 13000), hostile.another_chunk_first(64, 13000), hostile.empty_sub_block(64, 13000),
+    hostile.two_headers(640, 641), hostile.empty_sub_block(640, 641), hostile.two_frames(64, 65),
+    encoded(picture(65, 64), "JPEG"), encoded(picture(64, 65), "JPEG", progressive=True),
+    encoded(picture(64, 65).convert("CMYK"), "JPEG"), encoded(picture(65, 64), "BMP"), encoded(picture(65, 64), "WEBP"),
+    encoded(picture(640, 640), "WEBP", lossless=True)], ids=range(12))
+def test_no_pixel_is_made_of_a_size_that_the_daemon_did_not_see(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((simplejpeg, "decode_jpeg"), (Image.Image, "load"), (ImageFile.ImageFile, "load")):
+        monkeypatch.setattr(module, name, lambda *arguments, **options: pytest.fail("pixels are made"))
+    before = Image.MAX_IMAGE_PIXELS
+    for size in ((64, 64), (640, 640)):
+        if data.startswith(b"RIFF") and size == (640, 640):
+            continue
+        with pytest.raises(MediaError) as caught:
+            decode(data, size)
+        assert caught.value.code == "image_parse_error"
+    assert Image.MAX_IMAGE_PIXELS == before
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_metadata_is_no_business_of_the_decoder() -> None:
+    """What Pillow would read in Python: EXIF tags that lie over one another, resources of Photoshop, comments."""
+    image = picture(40, 30).convert("CMYK")
+    plain = encoded(image, "JPEG", quality=90)
+    stuffed = plain[:2] + hostile.overlapping_exif(2700) + hostile.segment(
+        0xED, b"Photoshop 3.0\0" + b"8BIM\4" + bytes(7)) * 200 + hostile.segment(0xFE, bytes(1000)) * 200 + plain[2:]
+    tracemalloc.start()
+    try:
+        found = pixels(stuffed)
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(stuffed)       # EXIF alone takes over 50 MB
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(found, pixels(plain))
+    assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(plain)).convert("RGB")))
+    with pytest.raises(MediaError):
+        pixels(plain[:2] + hostile.segment(0xDB, (b"\0" + b"\1" * 64) * 1000) * 17 + plain[2:])
+
+
+@pytest.mark.parametrize("data", [
+    hostile.scans(1600, 1600, 500), hostile.run_length(2000, 2000, b"\1\1\0\0"), hostile.sub_blocks(60_000),
+    hostile.png(8, 8, hostile.chunk(b"abCd") * 30_000), hostile.jpeg(before=hostile.segment(0xE1, b"Exif\0\0" + bytes(
+        60_000)) * 60), hostile.png(8, 8, hostile.chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 20))) * 8)],
+    ids=["scans", "runs", "sub-blocks", "chunks", "segments", "profiles"])
+def test_what_is_just_allowed_is_soon_decoded(data: bytes) -> None:
+    header = image_header.read(data)
+    began = time.process_time()
+    assert pixels(data).shape == (header.height, header.width, 3)
+    assert time.process_time() - began < 10     # a second, and minutes for the files that are refused
 
 
 @settings(max_examples=150, deadline=None)

@@ -20,7 +20,7 @@ MODEL = Model(hidden=8, planes=2, dtype="bfloat16", patch=8, merge=2, min_pixels
 FAMILY = families.load(str(DEMO))
 EOS = FAMILY.eos_ids[0]
 TEXT = (11, 12, 13)
-GRID, ROWS, BYTES = (1, 4, 6), 6, 6 * 8 * 2 * 2
+GRID, ROWS, SIZE, BYTES = (1, 4, 6), 6, (84, 56), 6 * 8 * 2 * 2
 
 
 class World:
@@ -52,7 +52,8 @@ class World:
         return [moment for moment, message in self.said if isinstance(message, kind)]
 
     def encode(self, name: str, data: bytes = b"image", offset: int = 0, **fields: Any) -> None:
-        message = wire.Encode(name, wire.Lease(offset, 2 * BYTES), **({"grid": GRID, "rows": ROWS} | fields))
+        usual = {"grid": GRID, "rows": ROWS, "size": SIZE}
+        message = wire.Encode(name, wire.Lease(offset, 2 * BYTES), **(usual | fields))
         self.role.submit(message, data)
 
     def generate(self, name: str, prompt: int = 4, images: tuple[bytes, ...] = (), **sampling: Any) -> None:
@@ -155,7 +156,7 @@ def test_images_that_do_not_fit_fail_at_once(monkeypatch: pytest.MonkeyPatch) ->
     world = World(monkeypatch, encoders())
     world.encode("rows", rows=7)
     world.encode("outside", offset=pd.ARENA_BYTES)
-    world.role.submit(wire.Encode("small", wire.Lease(0, BYTES - 1), GRID, ROWS), b"x")
+    world.role.submit(wire.Encode("small", wire.Lease(0, BYTES - 1), GRID, ROWS, SIZE), b"x")
     assert [(message.id, message.code) for message in world.run()] == [       # type: ignore[union-attr]
         (name, "worker_failed") for name in ("rows", "outside", "small")]
     assert world.now == 0.0
@@ -299,7 +300,7 @@ def test_bad_requests_are_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     codes = [(message.id, message.code) for message in world.run()]         # type: ignore[union-attr]
     assert codes == [("long", "context_length_exceeded"), ("none", "invalid_request"), ("span", "worker_failed")]
     with pytest.raises(ProtocolError):
-        world.role.submit(wire.Encode("e", wire.Lease(0, 1), GRID, ROWS), b"")
+        world.role.submit(wire.Encode("e", wire.Lease(0, 1), GRID, ROWS, SIZE), b"")
 
 
 def test_when_memory_is_short_the_youngest_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Bench:
         self._at += lease.size
         file = io.BytesIO()
         image.save(file, "PNG")
-        self.encoder.submit(wire.Encode(work_id, lease, grid, rows + rows_more),
+        self.encoder.submit(wire.Encode(work_id, lease, grid, rows + rows_more, image.size),
                             file.getvalue() if data is None else data)
         return lease
 
@@ -72,9 +72,7 @@ def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[
     folded = tower.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
     image = checkpoints.picture(300, 200)
     values, _ = checkpoints.pixel_values(folder, [image])
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    raw = encoder.preprocess.patches(file.getvalue(), facts, facts.grid(300, 200))
+    raw = encoder.preprocess.patches(np.asarray(image), facts, facts.grid(300, 200))
     with torch.inference_mode():
         wanted = untouched(values)
         assert (folded(torch.from_numpy(raw)) - wanted).abs().max() < 1e-5 * wanted.abs().max()
@@ -104,9 +102,9 @@ def test_faults_are_told_by_code_and_hit_their_image_only(checkpoint: Callable[.
     bench.submit("shape", checkpoints.picture(60, 100), file.getvalue())
     lease = bench.submit("good", good)
     bench.encoder.submit(wire.Encode("small", wire.Lease(0, 100), bench.family.grid(100, 60), bench.family.rows(
-        bench.family.grid(100, 60))), file.getvalue())
+        bench.family.grid(100, 60)), (100, 60)), file.getvalue())
     bench.encoder.submit(wire.Encode("far", wire.Lease(pd.ARENA_BYTES, lease.size), bench.family.grid(100, 60),
-                                     bench.family.rows(bench.family.grid(100, 60))), file.getvalue())
+                                     bench.family.rows(bench.family.grid(100, 60)), (100, 60)), file.getvalue())
     bench.run()
     codes = {m.id: m.code for m in bench.sent if isinstance(m, wire.Failed)}
     assert codes == {"cut": "image_parse_error", "text": "invalid_image_format", "empty": "invalid_image_format",

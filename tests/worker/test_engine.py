@@ -266,7 +266,7 @@ def test_another_roles_work_and_double_ids_are_protocol_errors(checkpoint: Calla
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder)
     with pytest.raises(ProtocolError):
-        bench.engine.submit(wire.Encode("x", wire.Lease(0, 1), (1, 2, 2), 1), b"")
+        bench.engine.submit(wire.Encode("x", wire.Lease(0, 1), (1, 2, 2), 1, (28, 28)), b"")
     bench.submit("x", pd.Prompt([1]))
     with pytest.raises(ProtocolError):
         bench.submit("x", pd.Prompt([1]))

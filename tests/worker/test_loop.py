@@ -146,7 +146,7 @@ def test_hang_up_ends_the_loop(served: Served) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"\xff" * 64, wire.HEAD.pack(2, 0) + b"{}", wire.HEAD.pack(4, 0) + b"junk",
-                                   wire.pack(wire.Encode("x", wire.Lease(0, 1), (1, 2, 2), 1), b"x")])
+                                   wire.pack(wire.Encode("x", wire.Lease(0, 1), (1, 2, 2), 1, (28, 28)), b"x")])
 def test_garbage_is_a_protocol_error(served: Served, frame: bytes) -> None:
     served.socket.sendall(frame)
     served.thread.join(2)

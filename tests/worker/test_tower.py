@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -12,7 +13,6 @@ from epdd.worker import grids, load, preprocess, tower
 from epdd.worker.backends import relative_error
 from tests import checkpoints
 from tests.worker import pd
-from tests.worker.test_preprocess import png
 
 SIZES = [(100, 60), (56, 56), (56, 56), (333, 251), (22, 3)]
 
@@ -22,7 +22,7 @@ def loaded(folder: str) -> tower.Tower:
 
 
 def patches(image: Image.Image, family: families.Family) -> torch.Tensor:
-    return torch.from_numpy(preprocess.patches(png(image), family, family.grid(*image.size)))
+    return torch.from_numpy(preprocess.patches(np.asarray(image.convert("RGB")), family, family.grid(*image.size)))
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

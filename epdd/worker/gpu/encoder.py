@@ -21,8 +21,9 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import DeviceError, OutOfMemory
-from epdd.worker import backends, cuda, preprocess
+from epdd.worker import backends, cuda
 from epdd.worker.bootstrap import name_thread
+from epdd.worker.decode_image import Pixels
 from epdd.worker.encoder import Encoder, Job
 from epdd.worker.grids import Grid
 from epdd.worker.gpu import pixels
@@ -94,10 +95,9 @@ class GpuEncoder(Encoder):
 
     # --- parts of Encoder that are others here
 
-    def _prepare(self, raw: bytes, grid: Grid) -> torch.Tensor:
+    def _prepare(self, pixels: Pixels, grid: Grid) -> torch.Tensor:
         """[height, width, 3] bytes, pinned."""
-        found = preprocess.pixels(raw, self._family, grid)
-        return self._gpu.pinned(torch.from_numpy(np.require(found, requirements=("C", "W"))))
+        return self._gpu.pinned(torch.from_numpy(np.require(pixels, requirements=("C", "W"))))
 
     def _blank(self, side: int) -> torch.Tensor:
         return torch.zeros(side * self._family.patch, side * self._family.patch, 3, dtype=torch.uint8)

@@ -47,7 +47,7 @@ class Bench:
         self._at += lease.size
         file = io.BytesIO()
         image.save(file, "PNG")
-        self.encoder.submit(wire.Encode(work_id, lease, grid, rows), file.getvalue())
+        self.encoder.submit(wire.Encode(work_id, lease, grid, rows, image.size), file.getvalue())
         return lease
 
     def run(self) -> None:
@@ -111,7 +111,7 @@ def test_leases_outside_are_refused(bench: Bench) -> None:
     image = checkpoints.picture(56, 56)
     grid = bench.family.grid(*image.size)
     for lease in (wire.Lease(1 << 22, 1 << 20, 1), wire.Lease(pd.ARENA_BYTES, 1 << 20)):
-        bench.encoder.submit(wire.Encode(f"{lease.arena}", lease, grid, bench.family.rows(grid)), b"")
+        bench.encoder.submit(wire.Encode(f"{lease.arena}", lease, grid, bench.family.rows(grid), image.size), b"")
     assert bench.codes() == {"0": "worker_failed", "1": "worker_failed"}
 
 

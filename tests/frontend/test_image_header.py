@@ -124,9 +124,9 @@ def bomb(side: int) -> bytes:
 
 
 def test_enormous_claims_cost_nothing() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert size_of(bomb(20_000)) == (20_000, 20_000)
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - started < 0.05
 
 
 @pytest.mark.parametrize(("data", "code"), [
@@ -228,12 +228,12 @@ def test_damaged_files_give_a_size_or_a_fault(form: str, at: int, change: bytes)
     b"GIF89a" + struct.pack("<HHBBB", 5, 5, 0, 0, 0) + b"!\xfe\0" * 1_000_000,
 ])
 def test_hostile_files_take_no_time(hostile: bytes) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         size_of(hostile)
     except MediaError:
         pass
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_a_late_exif_chunk_is_obeyed() -> None:

@@ -34,6 +34,7 @@ class Server:
     unix_socket_group: str = ""             # give the socket to this group and allow it
     api_keys: tuple[str, ...] = field(default=(), repr=False)   # without any, no key is needed
     api_keys_file: str = ""                 # more keys, one a line
+    share_caches: bool = False              # also between API keys
     cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
     requests_max: int = 256                 # requests in the house; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB

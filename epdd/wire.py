@@ -84,7 +84,7 @@ class Span(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]      # t, h, w in patches, before merging
     lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack features
     dtype: str                      # of the lease: "float32" or "bfloat16"
-    digest: str                     # `content_hash` of its file, then that of what else changes its embedding
+    digest: str                     # `content_hash` of its file, that of what else changes its embedding, and the salt
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,12 +158,13 @@ class Encode(msgspec.Struct, tag="encode", frozen=True, omit_defaults=True):
     orientation: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1   # EXIF's: how its pixels are turned upright
 
 
-class Generate(msgspec.Struct, tag="generate", frozen=True):
+class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """Answer the prompt whose int32 ids are in raw: Prefilled, Tokens..., then Done, Failed or Cancelled."""
 
     id: str
     spans: tuple[Span, ...]
     sampling: Sampling
+    salt: str = ""                  # of another salt nothing in the prefix cache is used
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

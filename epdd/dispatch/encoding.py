@@ -179,7 +179,7 @@ class Encoding:
                 log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
                 self.router.submit_again(job)
             elif job.deaths == ATTEMPTS_MAX:        # the second time it was alone
-                self._fail(job, self.poison.add_image(embedding.key))
+                self._fail(job, self.poison.add_image(embedding.image.content))
             else:
                 self._fail(job, _given_up(event))
         self.pump()

@@ -2,6 +2,9 @@
 
 What was lost with a worker is tried once more, apart from other suspects; what is lost again is taken for the
 cause.  That may be wrong when workers die for other reasons, so nothing is remembered for ever.
+
+Unlike caches this is shared by all API keys and salts: a worker that dies takes everybody's work with it, and a client
+must not be able to kill again by another salt.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Poison:
     def check(self, request: Request) -> None:
         """Raises Rejected if the prompt or an image of it is known to kill."""
         if self.entries:    # seldom: then no prompt needs to be hashed
-            self._check([*(image.key for image in request.images), _prompt_key(request)])
+            self._check([*(image.content for image in request.images), _prompt_key(request)])
 
     def _check(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -80,6 +83,6 @@ class Poison:
 def _prompt_key(request: Request) -> str:
     """Of all that is read: images are equal placeholders among the tokens, and a grammar is compiled with them."""
     digest = hashlib.blake2b(array("i", request.tokens).tobytes(), digest_size=20)
-    for part in (request.sampling.grammar, *(image.key for image in request.images)):
+    for part in (request.sampling.grammar, *(image.content for image in request.images)):
         digest.update(b"\0" + part.encode())
     return f"prompt {digest.hexdigest()}"

@@ -19,9 +19,9 @@ BLOCK = 64          # tokens; a beginning is known in whole blocks
 
 
 def chain(request: Request) -> list[bytes]:
-    """A digest for each whole block of the prompt, of all tokens and images from the first to its end."""
+    """A digest for each whole block of the prompt, of the salt and all tokens and images from the first to its end."""
     digests: list[bytes] = []
-    tokens, spans, last = array("i", request.tokens), iter(request.spans), b""
+    tokens, spans, last = array("i", request.tokens), iter(request.spans), request.salt.encode()
     span = next(spans, None)
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         digest = blake2b(last, digest_size=16)

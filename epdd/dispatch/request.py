@@ -17,8 +17,14 @@ class Image:
     height: int
     grid: tuple[int, int, int]      # (t, h, w) in patches
     rows: int                       # placeholder tokens
-    key: str                        # content hash over bytes, processor options, model and background
+    key: str                        # of its embedding: what it depends on (`content`), then `salt`
     orientation: int = 1            # EXIF's: how its stored pixels are turned upright
+    salt: str = ""                  # the request's
+
+    @property
+    def content(self) -> str:
+        """Hash over bytes, processor options, model and background: the same for all who send this image."""
+        return self.key.removesuffix(self.salt)
 
     @property
     def patches(self) -> int:
@@ -52,6 +58,7 @@ class Request:
     deadline: float = 0.0           # loop.time() by which it must be done; 0: none
     arrived: float = field(default_factory=time.monotonic)
     client_id: str = ""             # the client's own name for it, if any; need not be unique
+    salt: str = ""                  # caches are shared by requests of the same salt only; opaque
     whole: bool = False             # nobody sees a token before the last: what a lost worker began can begin anew
 
     @property

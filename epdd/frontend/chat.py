@@ -38,13 +38,14 @@ class ChatCompletions(Completions):
             chat, conversation = openai.parse(body, context.family, context.model_names, context.config.server.strict)
             del body
             await structured.check(chat.structure, self._executor)
+            salt = context.keys.salt(http, chat.cache_salt)
             held = await stack.enter_async_context(
-                self._media.images(conversation.images, chat.min_pixels, chat.max_pixels))
+                self._media.images(conversation.images, chat.min_pixels, chat.max_pixels, salt))
             prompt, sampling = await self._ready(
                 await self._prompts.make(conversation, held.images, context.context_max()), chat)
             request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
                               spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,
-                              client_id=ids.client(http), whole=not chat.stream)
+                              client_id=ids.client(http), whole=not chat.stream, salt=salt)
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.ignored))
             return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary, prompt.thinking))],

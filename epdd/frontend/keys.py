@@ -1,9 +1,13 @@
-"""API keys: who may use the API.  Only their hashes are kept, and nothing of them is ever logged."""
+"""API keys: who may use the API, and who shares caches with whom.
+
+Only hashes of keys are kept, and nothing of them is ever logged or handed to a worker.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from pathlib import Path
 
 from aiohttp import web
@@ -23,6 +27,7 @@ class Keys:
 
     def __init__(self, server: Server) -> None:
         """Raises ConfigError."""
+        self._secret = secrets.token_bytes(32)      # a worker must not find out a key by trying
         self.load(server)
 
     def load(self, server: Server) -> None:
@@ -31,6 +36,7 @@ class Keys:
         Raises ConfigError; the old ones stay then.
         """
         self._hashes = [_hash(key) for key in _read(server)]
+        self._shared = server.share_caches
 
     @property
     def needed(self) -> bool:
@@ -40,12 +46,23 @@ class Keys:
         """Raises Unauthorized."""
         if not self._hashes or request.path in OPEN or request.path.startswith(OPEN_BELOW):
             return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        sent = _hash(key.strip())
+        scheme, sent = _sent(request)
         # All are compared, and their hashes: the time taken says nothing of any key.
         matches = [hmac.compare_digest(sent, known) for known in self._hashes]
         if scheme.lower() != "bearer" or not any(matches):
             raise Unauthorized("This server needs an API key: send a valid one as Authorization: Bearer KEY")
+
+    def salt(self, request: web.Request, cache_salt: str) -> str:
+        """Requests share caches if this is equal: the same key and the same `cache_salt`.
+
+        32 letters in hex that tell nothing of either, other ones after a restart.  Empty without both, and with
+        server.share_caches the key does not count.
+        """
+        tenant = b"" if self._shared or not self._hashes else _sent(request)[1]
+        if not tenant and not cache_salt:
+            return ""
+        return hashlib.blake2b(tenant.ljust(32, b"\0") + cache_salt.encode(), key=self._secret,
+                               digest_size=16).hexdigest()
 
     def middleware(self) -> Middleware:
 
@@ -78,6 +95,12 @@ def _read(server: Server) -> list[str]:
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigError("an API key holds characters other than letters, digits and punctuation")
     return keys
+
+
+def _sent(request: web.Request) -> tuple[str, bytes]:
+    """The scheme of a request's Authorization header and the hash of its key."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return scheme, _hash(key.strip())
 
 
 def _hash(key: str) -> bytes:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epdd.config import Media as Limits
 from epdd.dispatch.request import Image
@@ -69,8 +69,11 @@ class Media:
         await self._fetcher.close()
 
     @asynccontextmanager
-    async def images(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int) -> AsyncIterator[Held]:
+    async def images(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int,
+                     salt: str = "") -> AsyncIterator[Held]:
         """The images; their bytes count against the budget until the block ends or they are let go.
+
+        Only images of the same salt share an embedding.
 
         Raises BadRequest if they are too many, before any is fetched; MediaError with the part as `param`.
         """
@@ -79,6 +82,7 @@ class Media:
                              "are allowed", param="messages")
         async with self.budget.hold(sum(self._bytes_max(ref.url) for ref in refs)) as share:
             images = await self._all(refs, min_pixels, max_pixels, share)
+            images = [replace(image, key=image.key + salt, salt=salt) for image in images] if salt else images
             share.shrink(sum(len(image.data) for image in images))
             yield Held(images, share)
 

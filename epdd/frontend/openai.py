@@ -41,6 +41,7 @@ class Options:
     bad_words: tuple[str, ...] = ()
     truncate: int = 0               # the prompt to its last so many tokens; -1: to what leaves room; 0: not
     structure: Structure = Structure()
+    cache_salt: str = ""
     ignored: tuple[str, ...] = ()   # names of fields without effect
 
     @property
@@ -150,6 +151,7 @@ def _common(asked: Generation) -> dict[str, Any]:
         "stream": bool(asked.stream),
         "include_usage": bool(options.include_usage),
         "continuous_usage": bool(options.continuous_usage_stats),
+        "cache_salt": asked.cache_salt or "",
         "skip_special_tokens": asked.skip_special_tokens is not False,
         "include_stop": bool(asked.include_stop_str_in_output or asked.no_stop_trim),
         "bad_words": tuple(asked.bad_words or ()),

@@ -67,6 +67,8 @@ class Generation(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens.")] = None
+    cache_salt: Annotated[Annotated[str, Meta(min_length=1)] | None, Meta(
+        description="Share caches only with requests that have the same salt (and the same API key).")] = None
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave control tokens out of the text.")] = None
     include_stop_str_in_output: Annotated[bool | None, Meta(
         description="Keep the stop string, or the text of the stop token, at the text's end.")] = None

@@ -72,6 +72,7 @@ class TextCompletions(Completions):
             options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
             del body
             await structured.check(options.structure, self._executor)
+            salt = context.keys.salt(http, options.cache_salt)
             parts = []
             for index, text in enumerate(texts):
                 prompt, sampling = await self._ready(
@@ -80,7 +81,8 @@ class TextCompletions(Completions):
                 # One prompt goes by the answer's own id.
                 name = own if len(texts) == 1 else f"{own}-{index}"
                 request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline, sampling=sampling,
-                                  arrived=record.arrived, client_id=ids.client(http), whole=not options.stream)
+                                  arrived=record.arrived, client_id=ids.client(http), whole=not options.stream,
+                                  salt=salt)
                 context.admission.check(request)
                 parts.append(Part(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.ignored))

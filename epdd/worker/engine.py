@@ -151,7 +151,7 @@ class Engine(Intake[Request]):
                                 f"the limit of {self.context_max}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
-        content = inputs.content(tokens, message.spans) if self._caches else ()
+        content = inputs.content(tokens, message.spans, message.salt) if self._caches else ()
         constraint = self._constraints.make(s) if s.grammar else None
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()

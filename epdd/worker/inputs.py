@@ -73,15 +73,19 @@ class Request(Sequence):
         return [*self.content, *self.tokens[self.prompt:]] if self.content else []
 
 
-def content(tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[int, ...]:
+def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> tuple[int, ...]:
     """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
 
-    The other placeholders follow from it, and so do the positions of all that comes after.
+    The other placeholders follow from it, and so do the positions of all that comes after.  With a salt the first item
+    is another number, so that only prompts of the same salt begin alike.
     """
     items = list(tokens)
     for span in spans:
         name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
         items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
+    if salt:
+        name = hashlib.blake2b(f"{salt} {items[0]}".encode(), digest_size=20).digest()
+        items[0] = int.from_bytes(b"\2" + name)
     return tuple(items)
 
 

@@ -13,7 +13,8 @@ from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Again, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
+from epdd.families.family import Family
+from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.fleet.process import ForkServer
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State

@@ -6,7 +6,7 @@ NATIVE = "epdd/worker/native/"
 
 setup(ext_modules=[Extension(
     "epdd.worker.native._library",
-    sources=[NATIVE + name for name in ("library.cpp", "avx2.cpp", "avx512.cpp", "amx.cpp")],
+    sources=[NATIVE + name for name in ("library.cpp", "fp8.cpp", "avx2.cpp", "avx512.cpp", "amx.cpp")],
     depends=[NATIVE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "attention.h", "kernels.h",
                                         "split.h", "gemm.h", "flash.h")],
     # Compiled for OpenMP and not linked with it: the calls find the runtime that torch has loaded.

@@ -64,6 +64,11 @@ def weight_map(root: Path) -> dict[str, str]:
     return found
 
 
+def all_tensors(root: Path) -> dict[str, Tensor]:
+    """The tensors of all files that are loaded.  Raises ModelError."""
+    return {name: tensor for path in weight_files(root) for name, tensor in tensors(path).items()}
+
+
 def tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file.  Raises ModelError if it is no safetensors file, or shorter than its header says."""
     try:

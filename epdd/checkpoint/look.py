@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epdd import families
-from epdd.checkpoint import chat_template, expected, headers, tokenizer
+from epdd.checkpoint import chat_template, expected, headers, quantization, tokenizer
 from epdd.checkpoint.headers import Tensor
+from epdd.checkpoint.quantization import Quantization
 from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, Family
-from epdd.families.files import Fields
+from epdd.families.files import Fields, read_json
 
 STORED = ("F64", "F32", "F16", "BF16")      # types that weights are simply converted from
 
@@ -47,16 +48,15 @@ def look(folder: str) -> Look:
     root = Path(folder)
     family = families.load(folder)
     config = Fields(root / "config.json")
-    if (method := config.get("quantization_config")) is not None:
-        name = method.get("quant_method") if isinstance(method, dict) else None
-        raise ModelError(f"{config.path}: quant_method {name!r} is not served; take the unquantised checkpoint")
     files = headers.weight_files(root)
     tensors = _tensors(root, files)
-    quantized = _weights(config, family, tensors)
+    quantized = quantization.read(root, read_json(config.path), tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in quantized.extra}
+    _check(config, family, tensors, quantized)
     eos, warnings = _words(root, family)
     family = replace(family, parameters=_parameters(family.model_type, tensors), eos_ids=eos)
     return Look(folder=folder, name=Path(os.path.abspath(folder)).name, family=family, dtype=family.stored,
-                quantization=quantized, files=tuple(path.name for path in files),
+                quantization=quantized.text, files=tuple(path.name for path in files),
                 file_bytes=sum(path.stat().st_size for path in files),
                 warnings=tuple(warnings), tensors=tensors)
 
@@ -82,9 +82,10 @@ def _tensors(root: Path, files: list[Path]) -> dict[str, Tensor]:
     return found
 
 
-def _weights(config: Fields, family: Family, tensors: Mapping[str, Tensor]) -> str:
-    """Whether the tensors are those of config.json, and how they are quantised.  Raises ModelError."""
+def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
+    """Raises ModelError unless the tensors, scales aside, are those that config.json asks for."""
     kind, wanted = family.model_type, expected.expected(config)
+    scaled = {expected.canonical(kind, name) for name in quantized.scales}
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = expected.canonical(kind, stored)
@@ -103,10 +104,9 @@ def _weights(config: Fields, family: Family, tensors: Mapping[str, Tensor]) -> s
         if one.shape != shape:
             raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
                              f"{list(shape)}; take both from the same checkpoint")
-        if one.dtype not in STORED:
+        if one.dtype not in STORED and name not in scaled:
             raise ModelError(f"{one.file}: {name} is stored as {one.dtype}, which without its scales is no weight; "
                              "take a checkpoint in bfloat16, float16 or float32")
-    return "none"
 
 
 def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:

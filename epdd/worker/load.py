@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,10 +19,16 @@ from torch import nn
 from transformers import AutoConfig, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from epdd.checkpoint import headers, quantization
 from epdd.errors import ModelError
-from epdd.worker import cuda
+from epdd.families.files import read_json
+from epdd.worker import cuda, dequantize
 
 log = logging.getLogger(__name__)
+
+
+# Tensors that some checkpoints hold beside the weights: computed from the settings, or kept although they are tied.
+HARMLESS = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 
 
 class Dropped(nn.Module):  # type: ignore[misc]
@@ -97,16 +105,34 @@ def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attentio
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if whole is None:
         raise ModelError(f"{folder}: model_type {config.model_type!r} is not a vision-language model")
+    _forget_quantization(config)
+    root = Path(folder)
     try:
-        model, found = _half_class(whole, half).from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention,
-            local_files_only=True, output_loading_info=True, use_safetensors=True)
+        tensors = headers.all_tensors(root)
+        quantized = quantization.read(root, read_json(root / "config.json"), tensors)
+        # A state dict only where there is something to compute: transformers itself reads shard by shard.
+        made = dequantize.weights(tensors, quantized, dtype, half == "vision") if quantized else nullcontext(None)
+        with made as state:
+            model, found = _half_class(whole, half).from_pretrained(
+                folder if state is None else None, config=config, dtype=dtype, attn_implementation=attention,
+                state_dict=state, local_files_only=True, output_loading_info=True, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder}: weights cannot be loaded ({type(error).__name__}: {error})") from error
     if found["missing_keys"] or found["mismatched_keys"]:
         names = sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"])
         raise ModelError(f"{folder}: {len(names)} weights are missing or of the wrong shape, first {names[0]}")
+    if found["unexpected_keys"]:
+        names = sorted(found["unexpected_keys"])
+        raise ModelError(f"{folder}: {len(names)} tensors are not known to a {config.model_type}, first {names[0]}; "
+                         "the answers could be wrong without them")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _forget_quantization(config: Any) -> None:
+    """What transformers would do with it needs other packages, and is done by `dequantize`."""
+    for part in (config, config.get_text_config(), getattr(config, "vision_config", None)):
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")
 
 
 @functools.cache
@@ -122,8 +148,10 @@ def _half_class(whole: type, half: str) -> Any:
         self.lm_head = Dropped()
         self.all_tied_weights_keys = {}
 
+    # All families call their tower "visual"; whatever else there is belongs to the language model.
+    others = r"\bvisual\." if half == "language" else r"^(?!.*\bvisual\.)"
     members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
-                               "_keys_to_ignore_on_load_unexpected": [r".*"]}
+                               "_keys_to_ignore_on_load_unexpected": [others, *HARMLESS]}
     if half == "vision":
         # transformers asks for these to size and tie embeddings, which this half has not.
         members |= {"get_input_embeddings": lambda self: None, "get_output_embeddings": lambda self: None,

@@ -64,9 +64,10 @@ class Bench:
     """Engine, arena and the answers so far."""
 
     def __init__(self, folder: str, headroom: int = engine.HEADROOM_TOKENS,
-                 make: Callable[..., engine.Engine] = engine.Engine, **options: Any) -> None:
+                 make: Callable[..., engine.Engine] = engine.Engine, embedded_by: str = "", **options: Any) -> None:
+        """`embedded_by`: the checkpoint whose tower makes the images' rows, if not this one's."""
         self.family = families.load(folder)
-        self._folder = folder
+        self._folder = embedded_by or folder
         self._arena = arena.Mapping(arena.create(ARENA_BYTES), ARENA_BYTES)
         self._at = 0
         self.sent: list[wire.FromWorker] = []

@@ -80,6 +80,8 @@ def library() -> ctypes.CDLL | None:
     found.epdd_layer.argtypes = [ctypes.c_void_p] * 6
     found.epdd_gemm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
     found.epdd_flash.argtypes = [ctypes.c_void_p]
+    found.epdd_fp8.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 2, ctypes.c_void_p, *[ctypes.c_long] * 3,
+                               ctypes.c_void_p, ctypes.c_int]
     return found if found.epdd_instructions() else None
 
 

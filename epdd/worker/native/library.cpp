@@ -113,6 +113,12 @@ int epdd_gemm(const Matrix *matrix, const float *in, float *out, long rows, int 
     return chosen->kernels->gemm(*matrix, in, out, rows, Activation(activation));
 }
 
+// FP8 numbers as `dequantise` makes them.
+int epdd_fp8(const uint8_t *in, long rows, long columns, const float *scales, long high, long wide, long top, void *out,
+             int half) {
+    return dequantise(in, rows, columns, scales, high, wide, top, out, half);
+}
+
 // Attention within segments; 0 where there is no memory for it.
 int epdd_flash(const Heads *heads) { return chosen->kernels->flash(*heads); }
 

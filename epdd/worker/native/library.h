@@ -1,6 +1,8 @@
 // What crosses from Python: __init__.py holds the same structures.  All sizes are counts of elements.
 #pragma once
 
+#include <cstdint>
+
 typedef unsigned short bfloat16;    // the upper half of a float32
 
 struct Matrix {
@@ -52,6 +54,11 @@ struct Kernels {
 
 // One for each set of instructions; the last is empty where the compiler is too old for it.
 extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
+
+// `rows` rows of a matrix of FP8 numbers from row `top` on, each block of `high` x `wide` of the matrix with one of
+// `scales`, to float32 or, `half`, bfloat16.  Says whether one of them is NaN.
+bool dequantise(const uint8_t *in, long rows, long columns, const float *scales, long high, long wide, long top,
+                void *out, bool half);
 
 // Floats that live until the calling thread asks again.
 float *scratch(long count);

@@ -16,7 +16,8 @@ from epdd.config import POLICIES
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.pipeline import Again, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.families.family import CLIP_MEAN, CLIP_STD, Family
+from epdd.families.family import Family
+from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.wire import Sampling, Tokens
 
 ROWS_A_PAGE = 16

@@ -9,6 +9,7 @@ import transformers
 from PIL import Image
 
 from epdd import families
+from epdd.families.processor import CLIP_MEAN, CLIP_STD
 
 transformers.logging.set_verbosity_error()
 
@@ -59,7 +60,7 @@ def family_of(model):
     _, options = MODELS[model]
     deepstack = options.get("deepstack_visual_indexes", ())
     patch = options["patch_size"]
-    mean, std = ((0.5,) * 3, (0.5,) * 3) if patch == 16 else (families.family.CLIP_MEAN, families.family.CLIP_STD)
+    mean, std = ((0.5,) * 3, (0.5,) * 3) if patch == 16 else (CLIP_MEAN, CLIP_STD)
     return replace(DEMO, patch=patch, merge=2, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, mean=mean, std=std,
                    hidden=options["out_hidden_size"], planes=1 + len(deepstack))
 

@@ -50,7 +50,7 @@ def test_an_encoder(checkpoint: Callable[..., str], start: Start, width: int) ->
     assert (ready.binding.cpus, ready.binding.threads) == (cpus, width)
     family = families.load(folder)
     grid = family.grid(100, 60)
-    lease = wire.Lease(0, family.embedding_bytes(family.rows(grid), (100, 60)))
+    lease = wire.Lease(0, family.embedding_bytes(family.rows(grid)))
     worker.send(wire.Encode("a", lease, grid, family.rows(grid), (100, 60)), image_bytes(100, 60))
     worker.until(wire.Encoded)
     named = [("epdd encoder/0", listed(cpus))] * width + [("hang-up", listed(cpus)), ("preprocess", listed(cpus))]

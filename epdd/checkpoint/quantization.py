@@ -109,6 +109,13 @@ def read(root: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return Quantization(text, scales, frozenset(extra))
 
 
+def check_settings(root: Path, config: Mapping[str, Any]) -> None:
+    """What can be told without the weights.  Raises ModelError if the settings name a method that is not served."""
+    key, found = _settings(root, config)
+    if found is not None:
+        _layouts(f"{root / 'config.json'}: {key}", config, found)
+
+
 def _settings(root: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
     """The quantisation's settings and where they stand; None where nothing is said of any."""
     path = root / "config.json"

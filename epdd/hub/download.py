@@ -100,7 +100,10 @@ def _refuse(model: str, names: list[str], wanted: list[str]) -> None:
 def refuse_unserved(folder: Path) -> None:
     """Raises ModelError if the settings alone say that epdd does not serve it."""
     from epdd import families
+    from epdd.checkpoint import quantization
+    from epdd.families.files import read_json
     families.load(str(folder))
+    quantization.check_settings(folder, read_json(folder / "config.json"))
 
 
 def _fetch(model: str, commit: str, weights: list[_Weights]) -> None:

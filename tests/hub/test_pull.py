@@ -36,11 +36,14 @@ def models(tmp_path_factory):
     (old / "generation_config.json").write_text('{"do_sample": false, "eos_token_id": 2}')
     other = shutil.copytree(main, root / "other")
     (other / "config.json").write_text('{"model_type": "llava"}')
+    awq = shutil.copytree(main, root / "awq")
+    config = json.loads((awq / "config.json").read_text())
+    (awq / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     pickled = root / "pickled"
     pickled.mkdir()
     shutil.copy(main / "config.json", pickled)
     shutil.copy(main / "pytorch_model.bin", pickled)
-    return {"main": main, "old": old, "other": other, "pickled": pickled}
+    return {"main": main, "old": old, "other": other, "awq": awq, "pickled": pickled}
 
 
 @pytest.fixture
@@ -50,7 +53,8 @@ def hub(models):
             "org/gated": Repo({"main": models["main"]}, gated=True, token="let-me-in"),
             "org/private": Repo({"main": models["main"]}, token="let-me-in"),
             "org/damaged": Repo({"main": models["main"]}, damaged={WEIGHTS}),
-            "org/llava": Repo({"main": models["other"]}), "org/pickled": Repo({"main": models["pickled"]})}) as hub:
+            "org/llava": Repo({"main": models["other"]}), "org/awq": Repo({"main": models["awq"]}),
+            "org/pickled": Repo({"main": models["pickled"]})}) as hub:
         yield hub
 
 
@@ -180,6 +184,8 @@ def test_no_network_and_a_hub_that_is_down(hub, run):
 def test_refused_before_the_weights_are_fetched(hub, run):
     llava = run("pull", "org/llava")
     assert llava.returncode == 78 and "model_type 'llava'" in llava.stderr, llava.stderr
+    awq = run("pull", "org/awq")
+    assert awq.returncode == 78 and "quant_method 'awq' is not served" in awq.stderr, awq.stderr
     pickled = run("pull", "org/pickled")
     assert pickled.returncode == 78 and "no weights as safetensors, only .bin" in pickled.stderr
     assert hub.sent[WEIGHTS] == hub.sent["pytorch_model.bin"] == 0

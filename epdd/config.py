@@ -38,6 +38,10 @@ class Server:
     cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
     requests_max: int = 256                 # requests in the house; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
+    connections_max: int = 4096             # at once; 0: as many as descriptors allow
+    head_timeout_s: float = 10.0            # from a connection, or a request's first byte, to its whole head
+    body_timeout_s: float = 10.0            # in which a body must move on, by at least 512 bytes a second
+    keep_alive_s: float = 75.0              # a connection may stay so long without a request
     timeout_s: float = 600.0                # from the request's arrival to its last token
     strict: bool = False                    # refuse requests with fields nobody knows
     drain_s: float = 30.0                   # at stop: time for running requests to end

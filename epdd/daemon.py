@@ -35,8 +35,9 @@ from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.frontend import app, terminal, unix_socket
+from epdd.frontend import app, descriptors, terminal, unix_socket
 from epdd.frontend.admin import AdminServer
+from epdd.frontend.connections import Connections
 from epdd.frontend.context import Context
 from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
@@ -62,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         log.setup(settings.log.level)
         _return_freed_memory()
+        descriptors.raise_limit()
         settings = hub.located(settings, settings.model.download)
         os.environ["HF_HUB_OFFLINE"] = "1"      # no worker's library asks for anything beyond that
         found = checkpoint.look(settings.model.path or str(families.DEMO))
@@ -157,14 +159,14 @@ class Daemon:
             config=settings, family=family, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
-            keys=self._keys, stats=stats, emulated=label)
+            keys=self._keys, connections=Connections(settings.server), stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:
         """Serve until told to stop.  Raises StartupError."""
         self._handle_signals()
         application = app.build(self._context)
-        runner = Runner(application, self._stats, CLOSE_S)
+        runner = Runner(application, self._stats, self._context.connections, CLOSE_S)
         await runner.setup()
         _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
         admin: AdminServer | None = None
@@ -328,6 +330,7 @@ class Daemon:
         while True:
             await asyncio.sleep(STATUS_S)
             self._tell_systemd()
+            self._context.connections.look()
 
     async def _feed_watchdog(self) -> None:
         """Tell systemd we are alive, from the loop that serves and only while no worker is stuck."""

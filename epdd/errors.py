@@ -99,6 +99,13 @@ class MediaError(RequestError):
     code = "invalid_image"
 
 
+class RequestTimeout(RequestError):
+    """The client sends its request too slowly, or not at all."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class TooLarge(RequestError):
     """The body is over the limit."""
 

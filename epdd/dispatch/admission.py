@@ -24,9 +24,8 @@ class Admission:
         self.inside = 0
         self.draining = False
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """One request in the house.  Raises Overloaded over the limit, NoWorker while none can serve."""
+    def room(self) -> None:
+        """Raises Overloaded over the limit, NoWorker while none can serve."""
         if self.draining:
             raise NoWorker("the server is stopping")
         # A worker that was well and is coming back is worth waiting for; one that never was is not.
@@ -37,6 +36,11 @@ class Admission:
             raise NoWorker(f"no prefill-decode worker is {'in service' if served else 'ready yet'}")
         if self.inside >= self._requests_max:
             raise Overloaded(f"{self.inside} requests are being served, the limit")
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """One request in the house.  Raises as `room` does."""
+        self.room()
         self.inside += 1
         try:
             yield

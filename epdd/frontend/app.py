@@ -39,7 +39,8 @@ def build(context: Context) -> web.Application:
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, executor, context.config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
-    bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max)
+    bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max, config.server.body_timeout_s)
+    context.connections.give_way = bodies.give_way
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
     guard, cors = context.keys, Cors(config.server.cors_origins)

@@ -34,7 +34,7 @@ class ChatCompletions(Completions):
         context = self._context
         own = ids.own(http)
         async with AsyncExitStack() as reading:
-            body = await self._bodies.read(http, reading)
+            body = await self._body(http, record, reading, stack)
             chat, conversation = openai.parse(body, context.family, context.model_names, context.config.server.strict)
             del body
             await structured.check(chat.structure, self._executor)

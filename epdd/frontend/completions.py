@@ -90,8 +90,8 @@ class Completions(ABC):
     async def answer(self, http: web.Request) -> web.StreamResponse:
         deadline = deadline_of(self._context)
         names = ids.own(http, self.kind), ids.client(http)
-        with self._context.stats.request(*names) as record, self._context.admission.enter():
-            record.accept()
+        with self._context.stats.request(*names) as record:
+            self._context.admission.room()      # before a body is read in vain
             async with AsyncExitStack() as stack:
                 async with until(deadline):
                     turn = await self._prepare(http, record, deadline, stack)
@@ -108,6 +108,17 @@ class Completions(ABC):
                 self._executor, bad_words.steps, options.bad_words, self._vocabulary)
             sampling = msgspec.structs.replace(sampling, bad_words=steps)
         return prompt, sampling
+
+    async def _body(self, http: web.Request, record: Record, reading: AsyncExitStack, stack: AsyncExitStack
+                    ) -> bytearray:
+        """The body, held until `reading` closes.  Once it is whole the request counts, until `stack` closes.
+
+        Not before: a client that sends half a body would keep others out at no cost.
+        """
+        body = await self._bodies.read(http, reading)
+        stack.enter_context(self._context.admission.enter())
+        record.accept()
+        return body
 
     @abstractmethod
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:

@@ -12,6 +12,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.families import Family
+from epdd.frontend.connections import Connections
 from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
 from epdd.wire import Done, Prefilled, Tokens
@@ -30,6 +31,9 @@ class Pipeline(Protocol):
 
 
 class Admission(Protocol):
+    def room(self) -> None:
+        """Raises what `enter` would raise now."""
+
     def enter(self) -> AbstractContextManager[None]:
         """Count one request in the house.  Raises Overloaded, or NoWorker while none can serve."""
 
@@ -49,6 +53,7 @@ class Context:
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     keys: Keys                              # who may use the API; read anew at a reload
+    connections: Connections                # of the API's listeners
     stats: RequestStats                     # its snapshot() is the "requests" part of status
     emulated: dict[str, Any] | None = None  # what is said of an emulated fleet
 

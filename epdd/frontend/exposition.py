@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from epdd.frontend.connections import Connections
 from epdd.frontend.metrics import RequestStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,9 +68,9 @@ _WORKER_COUNTERS = (
 class Exposition:
     """The metrics of one daemon."""
 
-    def __init__(self, stats: RequestStats, status: Callable[[], _Status]) -> None:
+    def __init__(self, stats: RequestStats, connections: Connections, status: Callable[[], _Status]) -> None:
         self._stats = stats
-        self._status = _StatusCollector(stats, status)
+        self._status = _StatusCollector(stats, connections, status)
 
     def text(self) -> bytes:
         return generate_latest(self._stats.registry) + generate_latest(self._status)
@@ -78,8 +79,9 @@ class Exposition:
 class _StatusCollector(Collector):
     """Reads everything at the moment of the scrape, so that no gauge can lag behind."""
 
-    def __init__(self, stats: RequestStats, status: Callable[[], _Status]) -> None:
+    def __init__(self, stats: RequestStats, connections: Connections, status: Callable[[], _Status]) -> None:
         self._stats = stats
+        self._connections = connections
         self._read = status
 
     def collect(self) -> Iterator[Metric]:
@@ -112,6 +114,17 @@ class _StatusCollector(Collector):
                                       stats.request_log.written)
             yield CounterMetricFamily("epdd_request_log_dropped", "Lines that the disk did not take",
                                       stats.request_log.dropped)
+        connections = self._connections
+        yield GaugeMetricFamily("epdd_http_connections", "Open HTTP connections", len(connections))
+        closed = CounterMetricFamily(
+            "epdd_http_connections_closed", "HTTP connections that the server closed or refused: head, idle, stalled "
+            "(out of time), limit (closed for a new one), refused (no room)", labels=["reason"])
+        for reason in ("head", "idle", "stalled", "limit", "refused"):
+            closed.add_metric([reason], connections.closed[reason])
+        yield closed
+        yield CounterMetricFamily("epdd_descriptors_exhausted",
+                                  "Looks, one in 5 s, that found no file descriptor free",
+                                  connections.exhausted)
         held = GaugeMetricFamily("epdd_held_bytes", "Request bodies and image files in memory", labels=["what"])
         for what, read in stats.gauges.items():
             held.add_metric([what], read())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from epdd.errors import CapacityError, EpddError, NotFound, RequestError
+from epdd.errors import CapacityError, EpddError, NotFound, RequestError, RequestTimeout
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,18 @@ def response(error: EpddError, headers: dict[str, str] | None = None) -> web.Res
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(status=error.status, headers=headers, body=orjson.dumps(envelope(error)),
-                        content_type="application/json")
+    answer = web.Response(status=error.status, headers=headers, body=orjson.dumps(envelope(error)),
+                          content_type="application/json")
+    if isinstance(error, RequestTimeout):
+        answer.force_close()    # what still comes of the request must not be taken for the next
+    return answer
+
+
+def raw(error: EpddError) -> bytes:
+    """A whole answer, for a connection that ends and has no request to answer."""
+    body = orjson.dumps(envelope(error))
+    return (f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\nServer: epdd\r\n\r\n").encode() + body
 
 
 def known(error: Exception, request: str) -> EpddError:

@@ -21,7 +21,7 @@ class Pages:
         self._context = context
         self._keys = keys
         self._openapi: dict[bool, bytes] = {}       # by whether there are keys
-        self._exposition = exposition.Exposition(context.stats, context.status)
+        self._exposition = exposition.Exposition(context.stats, context.connections, context.status)
 
     async def models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card(name) for name in self._context.model_names]})

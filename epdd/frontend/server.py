@@ -1,24 +1,33 @@
-"""The HTTP server below the application: what is no HTTP at all is answered, named and counted like everything else.
+"""The HTTP server below the application: connections that may stay, and answers to what is no request.
 
-aiohttp answers it before any middleware, in plain text; its classes for connections are taken as a base for that alone.
+What aiohttp would answer before any middleware, in plain text, is answered, named and counted like everything else; its
+classes for connections are taken as a base for that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
-from epdd.errors import RequestError
+from epdd.errors import BadRequest, CapacityError, EpddError, RequestError, RequestTimeout
 from epdd.frontend import faults, ids
+from epdd.frontend.connections import Connections
 from epdd.frontend.metrics import RequestStats
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128              # as aiohttp's own
+_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+_QUICK = ("GET", "HEAD")        # methods of pages, which are answered at once
 
 
 def both_families(port: int) -> socket.socket:
@@ -31,30 +40,130 @@ def both_families(port: int) -> socket.socket:
 class Runner(web.AppRunner):
     """Serves an application; a client that leaves cancels its request."""
 
-    def __init__(self, app: web.Application, stats: RequestStats, shutdown_timeout_s: float) -> None:
+    def __init__(self, app: web.Application, stats: RequestStats, connections: Connections,
+                 shutdown_timeout_s: float) -> None:
         super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
         self._stats = stats
+        self._connections = connections
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         server = _Server(made.request_handler, request_factory=made.request_factory,
                          handler_cancellation=made.handler_cancellation, loop=made._loop, **made._kwargs)
-        server.stats = self._stats
+        server.stats, server.book = self._stats, self._connections
         return server
+
+    async def cleanup(self) -> None:
+        self._connections.close()
+        await super().cleanup()
 
 
 class _Server(web.Server):
     stats: RequestStats
+    book: Connections
 
     def __call__(self) -> RequestHandler:
         connection = _Connection(self, loop=self._loop, **self._kwargs)
-        connection.stats = self.stats
+        connection.stats, connection.book = self.stats, self.book
         return connection
 
 
 class _Connection(RequestHandler):
-    __slots__ = ("stats",)
+    """aiohttp's, which tells the book what it waits for."""
+
+    __slots__ = ("stats", "book", "_resting", "_begun", "_posted", "_half_closed")
     stats: RequestStats
+    book: Connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._resting, self._begun, self._posted, self._half_closed = True, False, False, False
+        super().connection_made(transport)
+        if not self.book.opened(self):
+            self._say(CapacityError("The server has no room for another connection; try again later",
+                                    code="connections_full"))
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.book.ended(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._resting and data and not self._begun:
+            self._begun = True
+            self.book.waits(self, "head")
+        super().data_received(data)
+        # A message that is no HTTP has no method, and is answered at once as well.
+        if self._messages:
+            self._resting = False
+            self._posted = self._posted or any(isinstance(message, RawRequestMessage) and message.method not in _QUICK
+                                               for message, _ in self._messages)
+
+    async def _handle_request(self, request: web.BaseRequest, start_time: float | None, request_handler: _Handler
+                              ) -> tuple[web.StreamResponse, bool]:
+        self._resting = False
+        self.book.busy(self)
+        try:
+            response, reset = await super()._handle_request(request, start_time, request_handler)
+        finally:
+            self._resting, self._begun = not self._messages, False
+            if self._resting:
+                self._posted = False
+                self._close = self._close or self._half_closed
+            self.book.waits(self, "idle")
+        if response.status == RequestTimeout.status:
+            self._lingering_time = 0.0      # nothing comes that could be read and thrown away
+        return response, reset
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.book.waits(self, "stalled")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._resting:
+            self.book.waits(self, "idle")
+        else:
+            self.book.busy(self)
+
+    def eof_received(self) -> bool:     # type: ignore[override]
+        """The client will send no more.  Whether it still reads cannot be told from whether it is gone.
+
+        Pages are answered in any case.  A POST can take minutes of a worker, and ends with its client: one that reads
+        on learns why.
+        """
+        if self._resting:
+            return False                # nothing is asked
+        if not self._posted:
+            self._half_closed = True    # closed after the answer
+            return True
+        request = self._current_request
+        if request is None or not request.writer.output_size:
+            self._say(BadRequest("The client closed its side of the connection before the answer was out, which ends "
+                                 "the request; keep it open until the answer is read", code="client_left"))
+        return False
+
+    def expire(self, reason: str) -> None:
+        """As the book wants it."""
+        if reason == "stalled":
+            self.drop()
+        elif reason == "head" and self._begun and self._waiter is not None and not self._waiter.done():
+            fault = HttpProcessingError(code=RequestTimeout.status, message="")
+            self._messages.append((_ErrInfo(status=fault.code, exc=fault, message=""), EMPTY_PAYLOAD))
+            self._waiter.set_result(None)
+        else:
+            self.force_close()
+
+    def drop(self) -> None:
+        """As the book wants it."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _say(self, fault: EpddError) -> None:
+        """An answer that no request waits for."""
+        self.stats.statuses[fault.status] += 1
+        self.stats.errors[fault.code] += 1
+        if self.transport is not None:
+            self.transport.write(faults.raw(fault))
 
     def handle_error(self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
                      message: str | None = None) -> web.StreamResponse:
@@ -62,11 +171,13 @@ class _Connection(RequestHandler):
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         # Its bytes are neither answered nor logged: there may be a key among them.
-        fault = RequestError("This is not HTTP that the server can read", code="invalid_http")
+        fault: RequestError = RequestError("This is not HTTP that the server can read", code="invalid_http")
+        if status == RequestTimeout.status:
+            fault = RequestTimeout("The head of the request was not whole in time (server.head_timeout_s)")
         answer = faults.response(fault, {"x-request-id": ids.own(request), "Server": "epdd"})
         answer.set_status(status)
         answer.force_close()
         self.stats.statuses[status] += 1
         self.stats.errors[fault.code] += 1
-        log.debug("%s is no HTTP from=%s", ids.own(request), request.remote)
+        log.debug("%s is no request code=%s from=%s", ids.own(request), fault.code, request.remote)
         return answer

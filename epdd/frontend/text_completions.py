@@ -68,7 +68,7 @@ class TextCompletions(Completions):
         context = self._context
         own = ids.own(http)
         async with AsyncExitStack() as reading:
-            body = await self._bodies.read(http, reading)
+            body = await self._body(http, record, reading, stack)
             options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
             del body
             await structured.check(options.structure, self._executor)

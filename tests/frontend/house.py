@@ -20,6 +20,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
+from epdd.frontend.connections import Connections
 from epdd.frontend.context import Context, Event
 from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
@@ -103,10 +104,13 @@ class Door:
         self.refuse_late: EpddError | None = None
         self.inside = 0
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
+    def room(self) -> None:
         if self.refuse is not None:
             raise self.refuse
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        self.room()
         self.inside += 1
         try:
             yield
@@ -171,10 +175,10 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
                       admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
-                      history=History(), keys=Keys(config.server))
+                      history=History(), keys=Keys(config.server), connections=Connections(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)
-    runner = Runner(served, stats, shutdown_timeout_s=1)
+    runner = Runner(served, stats, context.connections, shutdown_timeout_s=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -52,6 +52,31 @@ def test_out_of_descriptors_who_is_connected_is_served_and_a_lost_worker_comes_b
         assert daemon.post(SHORT)[0] == 200
 
 
+def test_silent_clients_up_to_the_limit_keep_nobody_out():
+    """Half a head from more clients than there are descriptors: others, epdctl and workers still get theirs."""
+    with running(**LIGHT, fleet__backoff_s=0.05) as daemon:
+        pid, lost = daemon.process.pid, daemon.ready().worker("encoder/0")
+        hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == min(hard, 1 << 20)   # a shell's is mostly 1,024
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (256, hard))
+        silent = []
+        try:
+            for _ in range(400):
+                silent.append(socket.create_connection(("127.0.0.1", daemon.port), timeout=30))
+                silent[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A:")
+            for _ in range(5):
+                assert daemon.get("/health")[0] == 200 and daemon.post(SHORT)[0] == 200
+            with daemon.healing():
+                os.kill(lost["pid"], signal.SIGKILL)
+                daemon.wait(lambda status: status["workers"][0]["pid"] not in (lost["pid"], None))
+            assert len(os.listdir(f"/proc/{pid}/fd")) < 256
+            assert "connections are at their limit" in daemon.log()
+        finally:
+            for client in silent:
+                client.close()
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def test_a_worker_that_stands_still_is_replaced_and_nobody_else_waits_for_it():
     with running(**LIGHT, fleet__stall_s=2) as daemon:
         pid = daemon.ready().worker("encoder/0")["pid"]

@@ -158,7 +158,8 @@ class Daemon:
         self._context = Context(
             config=settings, family=family, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
-            admission=self._admission, context_max=self._admission.context_max, status=self._status.snapshot,
+            admission=self._admission, context_max=self._admission.context_max, states=self._status.states,
+            status=self._status.snapshot,
             keys=self._keys, connections=Connections(settings.server), stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 

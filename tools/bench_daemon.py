@@ -6,6 +6,8 @@ Real daemon, emulated workers that answer at once, so that only the daemon's own
 process from /proc, not wall time.  Prints CPU milliseconds a request without images, CPU microseconds a streamed
 token, and the same of a minimal aiohttp server (JSON in, JSON out; a stream of equal chunks), in one run, alternating.
 
+Then what a probe costs, /health and /ready beside /ping, with --workers encoders: nobody needs a key for them.
+
 Then `--burst` requests in the same instant: all must be answered; how late the event loop is, seen from a third process
 that asks for /version again and again; and how long the first token of a text request takes alone and while image work
 is queued.
@@ -126,7 +128,24 @@ async def measure(args, url, pid, echo_url, echo_pid):
             ours, base = (statistics.median(column) for column in zip(*rows))
             print(f"{name:24} {ours:7.2f} {unit}   echo {base:7.2f} {unit}   {ours / base:.1f} x   "
                   f"(medians of {args.repeats})")
+        await probes(session, url, pid, args)
         await burst(session, url, args.burst, urlsplit(url).port)
+
+
+async def probes(session, url, pid, args):
+    """CPU of the three probes, in turns."""
+    found = {page: [] for page in ("/ping", "/health", "/ready")}
+    for _ in range(args.repeats):
+        for page, costs in found.items():
+            before = cpu_s(pid)
+            for _ in range(args.requests):
+                async with session.get(url.replace("/v1/chat/completions", page)) as answer:
+                    assert answer.status == 200, answer.status
+                    await answer.read()
+            costs.append(1e6 * (cpu_s(pid) - before) / args.requests)
+    ping = statistics.median(found["/ping"])
+    print(f"probe with {args.workers} encoders: /ping {ping:.0f} us CPU, " + ", ".join(
+        f"{page} {statistics.median(costs) - ping:+.0f}" for page, costs in found.items() if page != "/ping"))
 
 
 def look(port):
@@ -180,6 +199,7 @@ def main():
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--burst", type=int, default=500)
+    parser.add_argument("--workers", type=int, default=1, help="encoders")
     parser.add_argument("--port", type=int, default=18771, help="of the echoing handler")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
@@ -195,7 +215,8 @@ async def run(args):
     sets = ["arena.bytes=67108864", "server.requests_max=1000"]
     baseline = subprocess.Popen([sys.executable, __file__, "--echo", "--port", str(args.port)])
     try:
-        async with live.running(PROFILE, sets) as daemon:
+        profile = PROFILE.replace('kind = "cpu"\ncount = 1', f'kind = "cpu"\ncount = {args.workers}')
+        async with live.running(profile, sets) as daemon:
             await until_open(args.port)
             await measure(args, daemon.chat_url, daemon.pid,
                           f"http://127.0.0.1:{args.port}/v1/chat/completions", baseline.pid)

@@ -42,6 +42,14 @@ class Admission(Protocol):
 
 
 @dataclass(frozen=True)
+class States:
+    """What probes are told."""
+
+    state: str                              # of the daemon: "ready", "degraded", ...
+    workers: tuple[tuple[str, str, str], ...]   # name, role, and state in small letters, of each worker
+
+
+@dataclass(frozen=True)
 class Context:
     config: Config
     family: Family
@@ -51,6 +59,7 @@ class Context:
     history: History                        # is told of answers that end before the pipeline does
     admission: Admission
     context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
+    states: Callable[[], States]            # the same object until something changed; cheap
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     keys: Keys                              # who may use the API; read anew at a reload
     connections: Connections                # of the API's listeners

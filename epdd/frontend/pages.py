@@ -10,7 +10,7 @@ from aiohttp import web
 from epdd import __version__
 from epdd.frontend import exposition, openai, openapi
 from epdd.frontend.answers import model_card
-from epdd.frontend.context import Context
+from epdd.frontend.context import Context, States
 from epdd.frontend.keys import Keys
 
 
@@ -20,6 +20,8 @@ class Pages:
     def __init__(self, context: Context, keys: Keys) -> None:
         self._context = context
         self._keys = keys
+        self._probed: States | None = None
+        self._probes: list[tuple[int, bytes]] = []
         self._openapi: dict[bool, bytes] = {}       # by whether there are keys
         self._exposition = exposition.Exposition(context.stats, context.connections, context.status)
 
@@ -31,20 +33,19 @@ class Pages:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the daemon can serve text at least, or will; 503 when the workers for it were given up."""
-        status = self._context.status()
-        word = {"ready": "ok"}.get(status["state"], status["state"])
-        # Who, but not why: errors may name files, and this page is everybody's.  `epdctl status` has them.
-        why = [f"{worker['name']} {str(worker['state']).lower()}" for worker in status["workers"]
-               if str(worker["state"]).lower() != "ready"]
-        return _json({"status": word, "why": why, "workers": _by_role(status)}, 503 if word == "failed" else 200)
+        return self._probe(0)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 when a request with an image could be served now."""
-        status = self._context.status()
-        roles = _by_role(status)
-        ready = (status["state"] not in ("draining", "failed")
-                 and all(roles.get(role, {}).get("ready") for role in ("encoder", "pd")))
-        return _json({"ready": ready, "workers": roles}, 200 if ready else 503)
+        return self._probe(1)
+
+    def _probe(self, which: int) -> web.Response:
+        """The answers are made anew only when a state has changed: these pages are everybody's, at any rate."""
+        states = self._context.states()
+        if states is not self._probed:
+            self._probed, self._probes = states, _probes(states)
+        status, body = self._probes[which]
+        return web.Response(body=body, status=status, content_type="application/json")
 
     async def ping(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -66,14 +67,19 @@ class Pages:
         return model_card(name, context.model_name, context.created, context.context_max(), context.emulated)
 
 
-def _by_role(status: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """How many workers of each role are in each state."""
-    roles: dict[str, dict[str, int]] = {}
-    for worker in status["workers"]:
-        states = roles.setdefault(worker["role"], {})
-        state = str(worker["state"]).lower()
-        states[state] = states.get(state, 0) + 1
-    return roles
+def _probes(states: States) -> list[tuple[int, bytes]]:
+    """Status and body of /health and of /ready."""
+    word = {"ready": "ok"}.get(states.state, states.state)
+    roles: dict[str, dict[str, int]] = {}       # how many workers of each role are in each state
+    for _, role, state in states.workers:
+        roles.setdefault(role, {}).setdefault(state, 0)
+        roles[role][state] += 1
+    # Who, but not why: errors may name files, and these pages are everybody's.  `epdctl status` has them.
+    why = [f"{name} {state}" for name, _, state in states.workers if state != "ready"]
+    ready = (states.state not in ("draining", "failed")
+             and all(roles.get(role, {}).get("ready") for role in ("encoder", "pd")))
+    return [(503 if word == "failed" else 200, orjson.dumps({"status": word, "why": why, "workers": roles})),
+            (200 if ready else 503, orjson.dumps({"ready": ready, "workers": roles}))]
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

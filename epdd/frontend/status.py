@@ -20,6 +20,7 @@ from epdd.fleet.process import resident_bytes
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
+from epdd.frontend.context import States
 from epdd.frontend.metrics import RequestStats
 from epdd.hardware import binding
 from epdd.hardware.topology import ranges
@@ -42,6 +43,8 @@ class Status:
         self._stats = stats
         self._emulated = emulated
         self._started = time.monotonic()
+        self._key: tuple[Any, ...] = ()         # what `_states` was made from
+        self._states = States("starting", ())
         self.port = config.server.port      # the real one once the listener is up
 
     def state(self) -> tuple[str, list[str]]:
@@ -60,6 +63,16 @@ class Status:
         if all(any(worker.takes_work for worker in role) for role in roles):
             return ("ready", why) if not why else ("degraded", why)
         return ("degraded" if all(any(worker.was_ready for worker in role) for role in roles) else "starting"), why
+
+    def states(self) -> States:
+        """For probes, which anybody may send at any rate: nothing is read from the system, and nothing made twice."""
+        key = (self._admission.draining, bool(self._seating.error),
+               *((worker, worker.state, worker.was_ready) for worker in self._supervisor.workers))
+        if key != self._key:
+            self._key = key
+            self._states = States(self.state()[0], tuple(
+                (worker.name, worker.role, worker.state.value.lower()) for worker in self._supervisor.workers))
+        return self._states
 
     def line(self, state: str, why: list[str]) -> str:
         """One line for systemd's status: how many workers serve, what runs, what is wrong."""

@@ -21,7 +21,7 @@ from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
 from epdd.frontend.connections import Connections
-from epdd.frontend.context import Context, Event
+from epdd.frontend.context import Context, Event, States
 from epdd.frontend.keys import Keys
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.server import Runner
@@ -163,6 +163,12 @@ def events(text: str) -> list[Any]:
     return [json.loads(line[6:]) for line in lines[:-1]] + ["[DONE]"]
 
 
+def states_of(status: dict[str, Any]) -> States:
+    """The same as probes are told it."""
+    return States(status["state"], tuple((worker["name"], worker["role"], worker["state"].lower())
+                                         for worker in status["workers"]))
+
+
 @asynccontextmanager
 async def serve(family: families.Family, config: Config | None = None) -> AsyncIterator[House]:
     """The real application on a real socket of the loopback."""
@@ -174,7 +180,8 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
                    "oldest_s": 1.5, "ratio": 6.0, "ratio_set": 6.0, "ratio_measured": None, "budget_cpu": None},
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
-                      admission=door, context_max=lambda: family.context_max, status=lambda: status, stats=stats,
+                      admission=door, context_max=lambda: family.context_max, states=lambda: states_of(status),
+                      status=lambda: status, stats=stats,
                       history=History(), keys=Keys(config.server), connections=Connections(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)

@@ -7,9 +7,14 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from epdd.config import Config
+from epdd.fleet.worker import State
+from epdd.frontend.status import Status
 
 from .house import House, hosted, settle, worker
 
@@ -82,6 +87,42 @@ def test_health_and_ready(family: Any, state: str, workers: dict[str, str], heal
         assert (await house.http.get(f"{house.url}/ready")).status == ready
 
     test(family)
+
+
+@hosted()
+async def test_probes_take_no_snapshot(house: House) -> None:
+    """They are open to all, and a snapshot reads /proc of every worker."""
+    def status() -> Any:
+        raise AssertionError("a snapshot was taken")
+
+    object.__setattr__(house.context, "status", status)
+    for _ in range(2):
+        assert (await house.http.get(f"{house.url}/health")).status == 200
+        assert (await house.http.get(f"{house.url}/ready")).status == 200
+    house.status["state"] = "draining"
+    assert (await house.http.get(f"{house.url}/ready")).status == 503
+    assert (await (await house.http.get(f"{house.url}/health")).json())["status"] == "draining"
+
+
+def test_what_probes_are_told_is_made_anew_only_by_a_change(family: Any) -> None:
+    workers = [SimpleNamespace(name=f"{role}/{number}", role=role, state=State.READY, was_ready=True, takes_work=True,
+                               fault="", last_error="") for role in ("encoder", "pd") for number in range(32)]
+    supervisor: Any = SimpleNamespace(workers=workers, role=lambda role: [w for w in workers if w.role == role])
+    admission: Any = SimpleNamespace(draining=False)
+    nothing: Any = None
+    status = Status(Config(), family, "tiny", supervisor, SimpleNamespace(error=""),    # type: ignore[arg-type]
+                    nothing, nothing, admission, nothing)
+    first = status.states()
+    assert first.state == "ready" and first.workers[32] == ("pd/0", "pd", "ready")
+    began = time.thread_time()
+    assert all(status.states() is first for _ in range(1000))
+    assert time.thread_time() - began < 1000 * 50e-6        # CPU time: a busy machine does not change it
+    workers[3].state, workers[3].takes_work = State.GONE, False
+    assert status.states().state == "degraded" and status.states().workers[3] == ("encoder/3", "encoder", "gone")
+    admission.draining = True
+    assert status.states().state == "draining"
+    supervisor.workers = workers[:40]
+    assert len(status.states().workers) == 40
 
 
 @hosted()

@@ -1,6 +1,10 @@
 """`python -m epdd`: the only way to start the daemon, since spawned children re-import the main module."""
 
-from epdd.daemon import main
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        # Here and not above: a Ctrl-C while it is imported, which takes half a second, needs no traceback either.
+        from epdd.daemon import main
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
-from epdd.errors import ConfigError, StartupError
+from epdd.errors import AddressTaken, ConfigError, StartupError
 from epdd.families import Family, weights
 from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
@@ -54,8 +55,32 @@ CLOSE_S = 2.0               # at stop: for answers to leave once all workers are
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the daemon; the exit code is 0 after a clean stop, 78 where starting again cannot help."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run the daemon; the exit code is 0 after a clean stop, 78 where starting again cannot help, 75 where it may."""
+    _open_standard_files()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # until the loop runs; by default it would end the process
+    code = _run(sys.argv[1:] if argv is None else argv)
+    if not log.output().close():
+        os._exit(code)      # who reads the log has stopped, and Python would wait for it to take what it has buffered
+    return code
+
+
+def _open_standard_files() -> None:
+    """Where one was closed by whoever started this, put /dev/null: else the next file to be opened would take its
+    place, and what a library prints would go into that."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)      # takes the lowest free number: this one
+    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "w"))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+    if "stderr" in closed and "stdout" not in closed:
+        print("epdd: stderr is closed, so log lines are dropped; start it with 2>FILE to keep them", flush=True)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         settings, args = config.load(arguments)
         if args.version:
@@ -211,7 +236,8 @@ class Daemon:
             else:
                 await web.TCPSite(runner, server.host, server.port).start()
         except OSError as error:
-            raise StartupError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from None
+            kind = AddressTaken if error.errno == errno.EADDRINUSE else StartupError
+            raise kind(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from None
         port = int(runner.addresses[0][1])
         if server.unix_socket:
             listener = unix_socket.listen(Path(server.unix_socket), server.unix_socket_mode, server.unix_socket_group,
@@ -222,7 +248,8 @@ class Daemon:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_or_say)
+        loop.add_signal_handler(signal.SIGUSR1, self._reopen)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._terminate)
 
@@ -245,8 +272,18 @@ class Daemon:
         if self._admission.inside:
             logger.error("epdd stops with requests running count=%s", self._admission.inside)
 
-    def _reload(self) -> None:
-        """SIGHUP: take what can change while running; a broken file changes nothing."""
+    def _reopen(self) -> None:
+        """SIGUSR1: open the request log anew, after somebody has moved the file away."""
+        if self._stats.request_log is not None:
+            self._stats.request_log.reopen()
+
+    def _reload_or_say(self) -> None:
+        """SIGHUP: nobody waits for an answer, so a refusal is only logged."""
+        with suppress(ConfigError):
+            self._reload()
+
+    def _reload(self) -> str:
+        """Take what can change while running; says so.  Raises ConfigError: then nothing has changed."""
         if self._announced:
             systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
@@ -254,18 +291,19 @@ class Daemon:
             self._keys.load(fresh.server)
         except ConfigError as error:
             logger.error("reload refused, the old settings stay: %s", error.message)
-        else:
-            log.setup(fresh.log.level)
-            if self._stats.request_log is not None:
-                self._stats.request_log.reopen()
-            self._route(fresh.router)
-            # CPUs may have come or gone; settings of placement are those of the start.
-            look = asyncio.create_task(self._seating.look(plan_anew=True))
-            self._background.add(look)
-            look.add_done_callback(self._background.discard)
-            logger.info("reloaded level=%s", fresh.log.level)
-        if self._announced:     # before that it would say that the start is over
-            systemd.notify(READY="1")
+            raise
+        finally:
+            if self._announced:     # before that it would say that the start is over
+                systemd.notify(READY="1")
+        log.setup(fresh.log.level)
+        self._reopen()
+        self._route(fresh.router)
+        # CPUs may have come or gone; settings of placement are those of the start.
+        look = asyncio.create_task(self._seating.look(plan_anew=True))
+        self._background.add(look)
+        look.add_done_callback(self._background.discard)
+        logger.info("reloaded level=%s", fresh.log.level)
+        return "reloaded"
 
     def _route(self, router: config.Router) -> None:
         """Route by these settings from now on."""

@@ -56,6 +56,13 @@ class ModelError(StartupError):
     code = "bad_model"
 
 
+class AddressTaken(StartupError):
+    """Another process listens where this one should; it may be about to end."""
+
+    code = "address_taken"
+    exit_code = 75      # EX_TEMPFAIL: systemd tries again
+
+
 class HubUnreachable(StartupError):
     """The Hub could not be asked or broke off; the same may succeed later."""
 

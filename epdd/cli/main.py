@@ -77,6 +77,7 @@ def _serve(arguments: list[str]) -> int:
         # Asked for by a person, it is downloaded; a service may only if its settings say so.
         found = hub.located(settings, download=settings.model.download or "NOTIFY_SOCKET" not in os.environ)
         command += ["--set", f"model.path={found.model.path}", "--set", f"model.name={found.model.name}"]
+    log.output().close()
     os.execv(sys.executable, command)
 
 

@@ -63,6 +63,11 @@ def _restart(args: argparse.Namespace) -> int:
     return 0
 
 
+def _reload(args: argparse.Namespace) -> int:
+    print(client.ask(client.socket_of(args.socket), "reload"))
+    return 0
+
+
 def _chat(args: argparse.Namespace) -> int:
     listen = client.ask(client.socket_of(args.socket), "status")["listen"]
     for part in client.chat(listen["host"], listen["port"], args.question, args.image):
@@ -99,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text)
         verb.add_argument("worker", metavar="WORKER", help="encoder/0, pd/0, ... as in status")
         verb.set_defaults(run=run)
+
+    verb = verbs.add_parser("reload", help="read the settings file again: [router], log level, API keys; fails if it "
+                            "is refused")
+    verb.set_defaults(run=_reload)
 
     verb = verbs.add_parser("chat", help="ask the model, with or without images")
     verb.add_argument("-i", "--image", action="append", default=[], metavar="IMAGE", help="file or web address")

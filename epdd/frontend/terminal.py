@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from epdd import log
 from epdd.families import DEMO
 from epdd.fleet.worker import State, Worker
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
 QUESTION = "What colour is the circle?"
@@ -22,29 +24,43 @@ class Progress:
     """A bar for each worker on a terminal; nothing elsewhere (the journal and epdctl have it too)."""
 
     def __init__(self) -> None:
-        self._bars = None
+        self._shown = sys.stderr.isatty()
+        self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
-        if sys.stderr.isatty():
-            # Only here: rich is a tenth of the daemon's memory and useless to a service.
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-            from rich.progress import Progress as Bars
-            self._bars = Bars(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-                              TextColumn("{task.fields[stage]}"), console=Console(stderr=True), transient=True)
-            self._bars.start()
+        if self._shown:
+            log.output().later(self._begin)
 
     def show(self, workers: Sequence[Worker]) -> None:
         """Bring the bars up to date."""
-        if self._bars is None:
-            return
-        for worker in workers:
-            if worker.name not in self._tasks:
-                self._tasks[worker.name] = self._bars.add_task(worker.name, total=1.0, stage="")
-            done = 1.0 if worker.state is State.READY else worker.loading.done
-            stage = worker.loading.stage if worker.state is State.STARTING else worker.state.value.lower()
-            self._bars.update(self._tasks[worker.name], completed=done, stage=stage)
+        if self._shown:
+            rows = [(worker.name, 1.0 if worker.state is State.READY else worker.loading.done,
+                     worker.loading.stage if worker.state is State.STARTING else worker.state.value.lower())
+                    for worker in workers]
+            log.output().later(lambda: self._draw(rows))
 
     def stop(self) -> None:
+        if self._shown:
+            self._shown = False
+            log.output().later(self._end)
+
+    # --- in the thread that writes: a terminal may be told to wait (Ctrl-S)
+
+    def _begin(self) -> None:
+        # Only here: rich is a tenth of the daemon's memory and useless to a service.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        self._bars = Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+                              TextColumn("{task.fields[stage]}"), console=Console(stderr=True), transient=True)
+        self._bars.start()
+
+    def _draw(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        if self._bars is not None:
+            for name, done, stage in rows:
+                if name not in self._tasks:
+                    self._tasks[name] = self._bars.add_task(name, total=1.0, stage="")
+                self._bars.update(self._tasks[name], completed=done, stage=stage)
+
+    def _end(self) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -65,14 +81,16 @@ def greet(model: str, host: str, port: int, socket: Path, keyed: bool) -> None:
     text = f'{{"type":"text","text":"{QUESTION}"}}'
     key = ' -H "Authorization: Bearer $EPDD_API_KEY"' if keyed else ""
     hint = " (with a key in EPDD_API_KEY)" if keyed else ""
-    print(f"""
+    lines = f"""
 epdd serves {model}.  Open http://{address}:{port}/ in a browser, or try{hint}:
 
   {command} --socket {socket} chat -i {sample} "{QUESTION}"
 
   curl -s {url}{key} -H 'Content-Type: application/json' -d \\
     '{{"messages":[{{"role":"user","content":[{image},{text}]}}]}}'
-""", flush=True)
+
+"""
+    log.output().later(lambda: log.write(lines, sys.stdout.fileno()))
 
 
 def _shortest(path: Path) -> str:

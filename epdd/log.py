@@ -98,10 +98,11 @@ class _Queued(logging.Handler):
 
 def _to_stderr(line: str) -> None:
     # A progress bar on a terminal stands in for sys.stderr while it is shown, and draws itself below the line.
-    if sys.stderr is sys.__stderr__:
-        write(line, sys.stderr.fileno())
+    stream = sys.stderr
+    if stream is sys.__stderr__ and stream is not None:
+        write(line, stream.fileno())
     else:
-        sys.stderr.write(line)
+        stream.write(line)
 
 
 _output: Output | None = None

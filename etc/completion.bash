@@ -1,7 +1,7 @@
 # bash completion of epdctl and epdd: copy to /usr/share/bash-completion/completions/epdctl, and link epdd there to it
 
 _epdctl() {
-    local verbs="status policy explain plan topology drain resume restart chat version" word=${COMP_WORDS[COMP_CWORD]} verb="" i
+    local verbs="status policy explain plan topology drain resume restart reload chat version" word=${COMP_WORDS[COMP_CWORD]} verb="" i
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [[ " $verbs " == *" ${COMP_WORDS[i]} "* ]]; then verb=${COMP_WORDS[i]}; break; fi
     done

@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from epdd import log
 from epdd.frontend.connections import Connections
 from epdd.frontend.metrics import RequestStats
 
@@ -109,6 +110,8 @@ class _StatusCollector(Collector):
         for code, count in sorted(stats.errors.items()):
             errors.add_metric([code], count)
         yield errors
+        yield CounterMetricFamily("epdd_log_dropped", "Log lines that nobody took from stderr in time",
+                                  log.output().dropped)
         if stats.request_log is not None:
             yield CounterMetricFamily("epdd_request_log_lines", "Written to the request log",
                                       stats.request_log.written)

@@ -63,8 +63,9 @@ async def leavings(processes: list[psutil.Process], shared: set[str]) -> list[st
 
 
 async def beside_hostiles(subject: Subject, seconds: float, seed: int) -> list[str]:
-    # Large bodies come seldom: the first third shows what each of them needs, the rest whether that is all.
-    memory, rests = Memory(max(WARM_S, seconds / 3)), list[Rest]()
+    # Large bodies come seldom: the first third shows what each of them needs, the rest whether that is all.  A run of
+    # some seconds shows neither, however long a busy machine takes for it.
+    memory, rests = Memory(seconds / 3 if seconds / 3 >= WARM_S else float("inf")), list[Rest]()
 
     async def rest(load: Load) -> None:
         rests.append(await quiet(subject, load, memory, rests[0] if rests else None))

@@ -4,7 +4,7 @@
 
 They hold many connections that say nothing, half a head or half a body, and in turn send files and bodies that must be
 refused, wrong keys and noise, and break off uploads and answers.  After each attack the process prints one JSON
-object: how often each act ended in which way, a status or `closed`, and what must not have happened.
+object: how often each act ended in which way, a status, `closed` or `held` to the end, and what must not have happened.
 
 Two acts are legal work: a stream that is broken off after its first event, and a reader that never reads.  At most one
 of each runs at a time, each without an image, so they take at most two places in a batch of the decoder.
@@ -28,8 +28,11 @@ import soak_bombs
 
 LOOPBACK = "127.0.0.1"
 SILENT, HALF_HEADS, HALF_BODIES, TRICKLING = 500, 250, 300, 20      # connections held at once
-RAMP_S = 3.0            # until all of these are there
-REOPEN_S = 6.0          # before one that was closed comes again, at most: half of it at least, so 360 a second at most
+# Who comes when all connections are taken takes the place of the one that has waited the longest for its head, so the
+# rate decides how late an honest head may be: at this one, more than a second.  A faster one would measure how soon the
+# honest clients' own process gets a CPU.
+RAMP_S = 6.0            # until all of these are there: 180 connections a second
+REOPEN_S = 12.0         # before one that was closed comes again; half of it at least
 TRICKLE_S = 0.5         # between two bytes
 PAUSE_S = 0.5           # between two acts of one kind: 2 a second of each kind at most
 LARGE_PAUSE_S = 2.0     # likewise of those of many megabytes
@@ -50,6 +53,7 @@ class Hostiles:
     key: str
     seen: dict[str, Counter[str]] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
+    turns: list[asyncio.Event] = field(default_factory=list)     # one for each repeated act, set after its first time
 
     def note(self, act: str, end: str, refused: bool) -> None:
         """An act ended; `refused`: it had to be."""
@@ -88,6 +92,9 @@ class Hostiles:
                     trickling = asyncio.create_task(_trickle(writer, more)) if more else None
                     try:
                         end = await _status(reader)
+                    except asyncio.CancelledError:
+                        self.note(act, "held", refused=False)
+                        raise
                     finally:
                         if trickling:
                             trickling.cancel()
@@ -98,10 +105,15 @@ class Hostiles:
 
     # --- acts in turn
 
-    async def repeat(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    def repeat(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> Awaitable[None]:
+        self.turns.append(once := asyncio.Event())
+        return self._repeat(pause_s, act, once)
+
+    async def _repeat(self, pause_s: float, act: Callable[[], Awaitable[None]], once: asyncio.Event) -> None:
         while True:
             with suppress(OSError):
                 await act()
+            once.set()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def send(self, act: str, what: bytes) -> None:
@@ -221,10 +233,12 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def attack(port: int, key: str, seconds: float) -> dict[str, object]:
-    """Everything for so many seconds; what came of it."""
+    """Everything for so many seconds, and until each act has been tried once; what came of it."""
     hostiles = Hostiles(port, key)
     tasks = [asyncio.ensure_future(each) for each in hostiles.all()]
     await asyncio.sleep(seconds)
+    for turn in hostiles.turns:
+        await turn.wait()
     for task in tasks:
         task.cancel()
     for left in await asyncio.gather(*tasks, return_exceptions=True):

@@ -25,7 +25,7 @@ SLOWER_MAX = 2.0            # p99 beside hostile clients, against without
 ENOUGH = 1_000              # right answers of each kind, before a p99 of them means anything
 LOOK_S = 2.0                # between two looks at the admin socket and /health
 ASKED_S = 10.0              # in which these must answer
-GRACE_S = 60.0              # in which hostile clients must have left after their time
+GRACE_S = 200.0             # in which hostile clients must have left after their time
 
 
 class Hostiles:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-START_S = 120       # torch and transformers are imported once, which takes seconds on a busy machine
+START_S = 400       # a hang: torch and transformers are imported once, which has taken two minutes on a busy machine
 
 
 class Daemon:
@@ -77,7 +77,7 @@ class Daemon:
         """Until nothing is running; returns the numbers that must be back at their start."""
         idle = self.wait(lambda s: s["requests"]["running"] == 0 and s["router"]["queue_jobs"] == 0 and all(
             w["in_flight"] == 0 and w["running"] == 0 and w["waiting"] == 0 and not w["kv_used"]
-            for w in s["workers"]), 20)
+            for w in s["workers"]))
         return {"pinned": idle["arena"]["pinned_bytes"], "waiting": idle["arena"]["waiting"],
                 "i_cpu": idle["router"]["i_cpu"], "fds": len(os.listdir(f"/proc/{self.process.pid}/fd")),
                 "worker_fds": [len(os.listdir(f"/proc/{w['pid']}/fd")) for w in idle["workers"]],

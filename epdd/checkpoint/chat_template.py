@@ -73,13 +73,12 @@ class ChatTemplate:
             return False
 
     def end_of_turn(self) -> str:
-        """What follows an assistant's answer in a conversation that goes on; empty where that cannot be told."""
+        """What follows an assistant's answer; empty where that cannot be told."""
         form: Callable[[str], Any] = (lambda text: text) if self.strings else (
             lambda text: [{"type": "text", "text": text}])
-        messages = [*self._conversation(form("a")), {"role": "assistant", "content": form(_PROBE)},
-                    {"role": "user", "content": form("b")}]
+        messages = [*self._conversation(form("a")), {"role": "assistant", "content": form(_PROBE)}]
         try:
-            return self.render(messages, None, {}).partition(_PROBE)[2]
+            return self.render(messages, None, {}, add_generation_prompt=False).partition(_PROBE)[2]
         except _FAULTS:
             return ""
 

@@ -19,7 +19,8 @@ HEAD, EMBEDDING = "lm_head.weight", LANGUAGE + "embed_tokens.weight"
 Shape = tuple[int, ...]
 Named = tuple[str, Shape]
 
-# What is there and used by nobody: older transformers wrote rotary tables; multi-token prediction is another use's.
+# Tensors that some checkpoints hold beside the weights: rotary tables, which are computed from the settings, and layers
+# that predict more than one token, which are not used.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.inv_freq$|^(model\.)?mtp\.")
 
 # What transformers takes where config.json is silent.

@@ -56,7 +56,10 @@ def weight_files(root: Path) -> list[Path]:
 
 def weight_map(root: Path) -> dict[str, str]:
     """The shard of each tensor, as the index says.  Raises ModelError."""
-    found = read_json(root / INDEX).get("weight_map")
+    index = read_json(root / INDEX)
+    if not isinstance(index.get("metadata"), dict):     # transformers asks for it
+        raise ModelError(f"{root / INDEX}: metadata is no object; download the file again")
+    found = index.get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise ModelError(f"{root / INDEX}: weight_map does not map tensors to files; download the file again")
     if any("/" in name or name.startswith(".") for name in found.values()):
@@ -65,8 +68,25 @@ def weight_map(root: Path) -> dict[str, str]:
 
 
 def all_tensors(root: Path) -> dict[str, Tensor]:
-    """The tensors of all files that are loaded.  Raises ModelError."""
-    return {name: tensor for path in weight_files(root) for name, tensor in tensors(path).items()}
+    """The tensors of all files that are loaded.  Raises ModelError, also if index and shards disagree."""
+    found: dict[str, Tensor] = {}
+    files = weight_files(root)
+    for path in files:
+        for name, tensor in tensors(path).items():
+            if name in found:
+                raise ModelError(f"{path}: {name} is in {found[name].file.name} too; download the checkpoint again")
+            found[name] = tensor
+    if files == [root / SINGLE]:
+        return found
+    listed = weight_map(root)
+    for name, file in listed.items():
+        if name not in found or found[name].file.name != file:
+            raise ModelError(f"{root / INDEX}: says that {name} is in {file}, where it is not; download the "
+                             "checkpoint again")
+    if missing := [name for name in found if name not in listed]:
+        raise ModelError(f"{root / INDEX}: leaves out {missing[0]}, which {found[missing[0]].file.name} has "
+                         f"(and {len(missing) - 1} more); download the file again")
+    return found
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

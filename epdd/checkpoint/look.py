@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epdd import families
-from epdd.checkpoint import chat_template, expected, headers, quantization, tokenizer
+from epdd.checkpoint import chat_template, expected, headers, quantization, settings, tokenizer
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization
 from epdd.errors import ModelError
@@ -48,8 +48,9 @@ def look(folder: str) -> Look:
     root = Path(folder)
     family = families.load(folder)
     config = Fields(root / "config.json")
+    settings.check(config)
     files = headers.weight_files(root)
-    tensors = _tensors(root, files)
+    tensors = headers.all_tensors(root)
     quantized = quantization.read(root, read_json(config.path), tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in quantized.extra}
     _check(config, family, tensors, quantized)
@@ -59,27 +60,6 @@ def look(folder: str) -> Look:
                 quantization=quantized.text, files=tuple(path.name for path in files),
                 file_bytes=sum(path.stat().st_size for path in files),
                 warnings=tuple(warnings), tensors=tensors)
-
-
-def _tensors(root: Path, files: list[Path]) -> dict[str, Tensor]:
-    """Of all files.  Raises ModelError, also if the index says otherwise than the shards."""
-    found: dict[str, Tensor] = {}
-    for path in files:
-        for name, tensor in headers.tensors(path).items():
-            if name in found:
-                raise ModelError(f"{path}: {name} is in {found[name].file.name} too; download the checkpoint again")
-            found[name] = tensor
-    if files == [root / headers.SINGLE]:
-        return found
-    listed = headers.weight_map(root)
-    for name, file in listed.items():
-        if name not in found or found[name].file.name != file:
-            raise ModelError(f"{root / headers.INDEX}: says that {name} is in {file}, where it is not; download the "
-                             "checkpoint again")
-    if missing := [name for name in found if name not in listed]:
-        raise ModelError(f"{root / headers.INDEX}: leaves out {missing[0]}, which {found[missing[0]].file.name} has "
-                         f"({len(missing)} such tensors); download the file again")
-    return found
 
 
 def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
@@ -99,8 +79,9 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
             twin = {expected.HEAD: expected.EMBEDDING, expected.EMBEDDING: expected.HEAD}.get(name)
             if wanted.tied and twin in found:
                 continue
-            raise ModelError(f"{family.folder}: the weights lack {name}, which config.json asks for; download the "
-                             "checkpoint again")
+            where = headers.SINGLE if len({tensor.file for tensor in tensors.values()}) == 1 else headers.INDEX
+            raise ModelError(f"{Path(family.folder) / where}: lacks {name}, which config.json asks for; take both from "
+                             "the same checkpoint")
         if one.shape != shape:
             raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
                              f"{list(shape)}; take both from the same checkpoint")

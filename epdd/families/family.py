@@ -105,6 +105,8 @@ def load(folder: str) -> Family:
     text, vision = text_fields(config), config.part("vision_config")
     seen = processor.load(root, vision)
     generation = Fields(root / "generation_config.json", {})
+    for key in ("pad_token_id", "bos_token_id"):
+        generation.wholes(key)      # not used here, but transformers reads them with the weights
     return Family(
         model_type=kind, folder=str(root),
         image_token_id=config.whole("image_token_id"),

@@ -50,9 +50,9 @@ class Fields:
         part.path, part._data, part._prefix = self.path, data, f"{self._prefix}{key}."
         return part
 
-    def get(self, key: str) -> Any:
-        """As it is in the file; None if it is not there."""
-        return self._data.get(key)
+    def get(self, key: str, absent: Any = None) -> Any:
+        """As it is in the file; `absent` if it is not there."""
+        return self._data.get(key, absent)
 
     def has(self, key: str) -> bool:
         """Whether it is in the file, be it null."""

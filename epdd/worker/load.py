@@ -14,21 +14,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from epdd.checkpoint import headers, quantization
+from epdd.checkpoint import expected, headers, quantization
 from epdd.errors import ModelError
 from epdd.families.files import read_json
 from epdd.worker import cuda, dequantize
 
 log = logging.getLogger(__name__)
-
-
-# Tensors that some checkpoints hold beside the weights: computed from the settings, or kept although they are tied.
-HARMLESS = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 
 
 class Dropped(nn.Module):  # type: ignore[misc]
@@ -94,9 +89,8 @@ def abilities(device: str) -> tuple[str, ...]:
 def _config(folder: str) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        log.debug("%s: %s", folder, error)
-        raise ModelError(f"{folder}: config.json cannot be used ({type(error).__name__})") from None
+    except Exception as error:      # transformers checks fields with exceptions of many kinds
+        raise ModelError(f"{folder}/config.json: cannot be used ({type(error).__name__}: {error})") from error
 
 
 def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attention: str) -> Any:
@@ -116,7 +110,9 @@ def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attentio
             model, found = _half_class(whole, half).from_pretrained(
                 folder if state is None else None, config=config, dtype=dtype, attn_implementation=attention,
                 state_dict=state, local_files_only=True, output_loading_info=True, use_safetensors=True)
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:      # a folder that got past the look, and that transformers cannot use all the same
         raise ModelError(f"{folder}: weights cannot be loaded ({type(error).__name__}: {error})") from error
     if found["missing_keys"] or found["mismatched_keys"]:
         names = sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"])
@@ -151,7 +147,7 @@ def _half_class(whole: type, half: str) -> Any:
     # All families call their tower "visual"; whatever else there is belongs to the language model.
     others = r"\bvisual\." if half == "language" else r"^(?!.*\bvisual\.)"
     members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
-                               "_keys_to_ignore_on_load_unexpected": [others, *HARMLESS]}
+                               "_keys_to_ignore_on_load_unexpected": [others, expected.HARMLESS.pattern]}
     if half == "vision":
         # transformers asks for these to size and tie embeddings, which this half has not.
         members |= {"get_input_embeddings": lambda self: None, "get_output_embeddings": lambda self: None,

@@ -1,0 +1,337 @@
+"""Folders as people have them: what the look says of each, and that it reads little."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from epdd import checkpoint as looks
+from epdd.checkpoint import headers
+from epdd.errors import ModelError
+from epdd.families import weights
+from epdd.worker import preprocess
+from tests import checkpoints
+from tests.worker.test_preprocess import normalised
+
+SINGLE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(checkpoint: Callable[..., str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "my-model"))
+
+
+@pytest.fixture
+def sharded(checkpoint: Callable[..., str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("qwen3_vl", shards=3), tmp_path / "shards"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set fields of a JSON file; `section__field` for one below; None: take it out."""
+    whole = read(path) if path.is_file() else {}
+    for key, value in changes.items():
+        *sections, name = key.split("__")
+        part = whole
+        for section in sections:
+            part = part[section]
+        part.pop(name, None)
+        if value is not None:
+            part[name] = value
+    path.write_text(json.dumps(whole))
+
+
+def store(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], file: str = SINGLE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        looks.look(str(folder))
+    assert "\n" not in caught.value.message and str(folder) in caught.value.message
+    assert caught.value.exit_code == 78
+    return caught.value.message.replace(str(folder), ".")
+
+
+# --- what is found
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"shards": 3}, {"tie": True, "dtype": "bfloat16"}])
+def test_the_facts_of_a_whole_folder(checkpoint: Callable[..., str], family: str, options: dict[str, Any]) -> None:
+    path = checkpoint(family, **options)
+    found = looks.look(path)
+    model = checkpoints.whole_model(path)
+    vision = sum(p.numel() for p in model.model.visual.parameters())
+    assert found.family.model_type == family and found.family.parameters == (
+        vision, sum(p.numel() for p in model.parameters()) - vision)
+    assert found.dtype == options.get("dtype", "float32") and found.quantization == "none" and not found.warnings
+    assert found.vision_bytes == vision * (2 if "dtype" in options else 4)
+    assert found.name == family and len(found.files) == len(list(Path(path).glob("*.safetensors")))
+    assert found.file_bytes == sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
+def test_a_hundred_shards_are_judged_by_their_headers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    # Large enough that reading weights would show: a gigabyte that no disk holds.
+    edit(folder / "config.json", text_config__vocab_size=4_000_000)
+    spread: dict[str, str] = {}
+    for i in range(100):
+        file = f"model-{i + 1:05d}-of-00100.safetensors"
+        part = {name: tensor for j, (name, tensor) in enumerate(sorted(tensors.items())) if j % 100 == i}
+        header = {}
+        at = 0
+        for name, tensor in part.items():
+            shape = [4_000_000, 64] if name in ("lm_head.weight", "model.language_model.embed_tokens.weight") else list(
+                tensor.shape)
+            end = at + 4 * torch.Size(shape).numel()
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
+            at = end
+        data = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(len(data).to_bytes(8, "little") + data)
+            out.truncate(8 + len(data) + at)
+        spread |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": spread}))
+    before = _bytes_read()
+    found = looks.look(str(folder))
+    took = _bytes_read() - before
+    assert len(found.files) == 100 and found.file_bytes > 2_000_000_000
+    assert took < 1_000_000, took       # JSON files and headers
+
+
+def _bytes_read() -> int:
+    """By this process, from the page cache too."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()
+                if line.startswith("rchar"))
+
+
+def test_the_name_of_the_folder_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert looks.look(".").name == looks.look(str(folder) + "/").name == "my-model"
+
+
+def test_links_into_blobs_as_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
+    assert looks.look(str(snapshot)).family.parameters == looks.look(str(folder)).family.parameters
+
+
+# --- layouts that are served
+
+
+def test_the_processors_settings_as_transformers_5_writes_them(folder: Path) -> None:
+    before = looks.look(str(folder)).family
+    identity = weights.identity(str(folder))
+    image = read(folder / "preprocessor_config.json")
+    (folder / "preprocessor_config.json").unlink()
+    assert "preprocessor_config.json" in refused(folder)
+    edit(folder / "processor_config.json", image_processor=image, processor_class="Qwen3VLProcessor")
+    assert looks.look(str(folder)).family == before
+    again = weights.identity(str(folder))
+    edit(folder / "processor_config.json", image_processor__image_mean=[0.4, 0.5, 0.6])
+    assert len({identity, again, weights.identity(str(folder))}) == 3
+    assert looks.look(str(folder)).family.mean == (0.4, 0.5, 0.6)
+
+
+@pytest.mark.parametrize("change, mean, std", [
+    ({"rescale_factor": 2 / 255}, (0.25,) * 3, (0.25,) * 3), ({"do_normalize": False}, (0.0,) * 3, (1.0,) * 3),
+    ({"do_rescale": False, "do_normalize": False}, (0.0,) * 3, (1 / 255,) * 3),
+    ({"image_mean": None, "image_std": None}, (0.48145466, 0.4578275, 0.40821073),
+     (0.26862954, 0.26130258, 0.27577711))])
+def test_how_pixels_are_scaled(folder: Path, change: dict[str, Any], mean: tuple[float, ...],
+                               std: tuple[float, ...]) -> None:
+    edit(folder / "preprocessor_config.json", **change)
+    family = looks.look(str(folder)).family
+    assert family.mean == pytest.approx(mean) and family.std == pytest.approx(std)
+
+
+def test_scaled_pixels_are_those_of_the_reference_processor(folder: Path) -> None:
+    edit(folder / "preprocessor_config.json", rescale_factor=1 / 100, image_mean=[0.1, 0.2, 0.3])
+    family, image = looks.look(str(folder)).family, checkpoints.picture(90, 60)
+    reference, _ = checkpoints.pixel_values(str(folder), [image])
+    found = normalised(preprocess.patches(np.asarray(image), family, family.grid(90, 60)), family)
+    assert abs(found - reference.numpy()).max() < 1e-5
+
+
+def test_a_byte_order_mark_is_no_fault(folder: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    assert looks.look(str(folder)).name == "my-model"
+
+
+def test_leftovers_beside_the_model_do_not_count(sharded: Path, folder: Path) -> None:
+    before = looks.look(str(sharded))
+    shutil.copy(folder / SINGLE, sharded / "consolidated.safetensors")
+    edit(sharded / "adapter_config.json", peft_type="LORA")
+    save_file({"base_model.lora_A.weight": torch.zeros(8, 64)}, sharded / "adapter_model.safetensors")
+    assert looks.look(str(sharded)) == before
+
+
+def test_known_harmless_tensors_are_left_alone(folder: Path) -> None:
+    store(folder, lambda t: t.update({"mtp.layers.0.weight": torch.zeros(4, 4),
+                                      "model.language_model.rotary_emb.inv_freq": torch.zeros(8)}))
+    assert looks.look(str(folder))
+
+
+def test_tied_embeddings_may_be_left_out_once(folder: Path) -> None:
+    store(folder, lambda t: t.pop("lm_head.weight"))
+    assert "lm_head.weight" in refused(folder)
+    edit(folder / "config.json", tie_word_embeddings=True)
+    assert looks.look(str(folder))
+
+
+# --- end tokens
+
+
+def ends(folder: Path) -> set[str]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return {tokenizer.id_to_token(token) for token in looks.look(str(folder)).family.eos_ids}
+
+
+def test_all_who_name_an_end_token_are_heard(folder: Path) -> None:
+    plain = (folder / "chat_template.jinja").read_text()
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", text_config__eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None, chat_template=None)
+    assert ends(folder) == {"<|im_end|>"}           # the template's own
+    (folder / "chat_template.jinja").write_text(plain.replace("<|im_end|>", " "))
+    found = looks.look(str(folder))
+    assert not found.family.eos_ids and "no end token" in found.warnings[0]
+    edit(folder / "config.json", eos_token_id=read(folder / "config.json")["image_token_id"])
+    edit(folder / "tokenizer_config.json", eos_token={"content": "<|endoftext|>"})
+    assert ends(folder) == {"<|endoftext|>", "<|image_pad|>"}
+
+
+def test_a_temperature_of_zero_is_greedy(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample=True, temperature=0.0, top_p=0.5)
+    assert looks.look(str(folder)).family.defaults.temperature == 0.0
+
+
+# --- templates
+
+
+@pytest.mark.parametrize("place", ["chat_template.json", "processor_config.json", "tokenizer_config.json", "list"])
+def test_where_a_template_may_be(folder: Path, place: str) -> None:
+    source = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    assert "no chat template" in refused(folder)
+    if place == "list":
+        named = [{"name": "tool_use", "template": source}]
+        edit(folder / "tokenizer_config.json", chat_template=named)
+        assert "no entry named default (it has tool_use)" in refused(folder)
+        edit(folder / "tokenizer_config.json", chat_template=[*named, {"name": "default", "template": source}])
+    else:
+        edit(folder / place, chat_template=source)
+    assert looks.look(str(folder))
+
+
+def test_a_template_that_demands_a_system_message_is_served_with_a_warning(folder: Path) -> None:
+    source = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + source)
+    assert ["demands a system message" in warning for warning in looks.look(str(folder)).warnings] == [True]
+
+
+def test_a_template_that_shows_no_image_is_warned_of(folder: Path) -> None:
+    source = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(source.replace("<|image_pad|>", ""))
+    assert ["shows no image" in warning for warning in looks.look(str(folder)).warnings] == [True]
+
+
+# --- what is refused
+
+
+def _lfs(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+
+
+def _more_tokens(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([f"<more {i}>" for i in range(640)])
+    tokenizer.save(str(path))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "LFS pointer": (lambda f: _lfs(f / SINGLE), "./model.safetensors: a Git LFS pointer"),
+    "LFS pointer of JSON": (lambda f: _lfs(f / "tokenizer_config.json"), "tokenizer_config.json: a Git LFS pointer"),
+    "cut": (lambda f: os.truncate(f / SINGLE, (f / SINGLE).stat().st_size - 1000), "cut short"),
+    "cut header": (lambda f: os.truncate(f / SINGLE, 100), "not a safetensors file, or cut short (100 bytes)"),
+    "too long": (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes() + b"?"), "too long"),
+    "shape": (lambda f: store(f, lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:, :60].contiguous()})),
+              "lm_head.weight has the shape [640, 60], but config.json asks for [640, 64]"),
+    "integers": (lambda f: store(f, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)})),
+                 "lm_head.weight is stored as I8"),
+    "unexpected": (lambda f: store(f, lambda t: t.update({"model.visual.more": torch.zeros(1)})),
+                   "model.visual.more is no tensor of a qwen3_vl"),
+    "bin only": (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "PyTorch .bin"),
+    "gguf only": (lambda f: (f / SINGLE).rename(f / "model-q4.gguf"), "GGUF"),
+    "adapter only": (lambda f: ((f / SINGLE).unlink(), edit(f / "adapter_config.json", peft_type="LORA")),
+                     "holds an adapter"),
+    "no tokenizer.json": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+    "other tokenizer": (lambda f: edit(f / "config.json", image_token_id=630), "lacks the image tokens [630]"),
+    "small vocabulary": (lambda f: edit(f / "config.json", text_config__vocab_size=300),
+                         "config.json asks for [300, 64]"),
+    "more tokens than rows": (lambda f: _more_tokens(f / "tokenizer.json"), "vocab_size is 640"),
+    "mixture": (lambda f: edit(f / "config.json", model_type="qwen3_vl_moe"), "'qwen3_vl_moe' is not served"),
+    "resample": (lambda f: edit(f / "preprocessor_config.json", resample=2), "resample is 2"),
+    "no resizing": (lambda f: edit(f / "preprocessor_config.json", do_resize=False), "do_resize is false"),
+    "other processor": (lambda f: edit(f / "preprocessor_config.json", image_processor_type="CLIPImageProcessor"),
+                        "'CLIPImageProcessor' is not served"),
+    "other patches": (lambda f: edit(f / "preprocessor_config.json", patch_size=14),
+                      "patch_size is 14, but patch_size is 16 in config.json's vision_config"),
+    "no patch size": (lambda f: edit(f / "preprocessor_config.json", patch_size=None),
+                      "patch_size is missing, which means 14"),
+    "windows": (lambda f: edit(f / "config.json", text_config__layer_types=["sliding_attention"] * 3),
+                "sliding_attention is not served"),
+    "bad template": (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "syntax error"),
+    "silent template": (lambda f: (f / "chat_template.jinja").write_text("nothing"), "shows no user text"),
+    "AWQ": (lambda f: edit(f / "config.json", quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(folder: Path, name: str) -> None:
+    change, words = REFUSED[name]
+    change(folder)
+    assert words.lower() in refused(folder).lower()
+
+
+def test_shards_that_are_not_all_there(sharded: Path) -> None:
+    first, *_, last = sorted(sharded.glob("model-*.safetensors"))
+    index = sharded / headers.INDEX
+    kept = index.read_text()
+    last.rename(sharded / "gone")
+    assert f"./{last.name}: no such file" in refused(sharded)
+    (sharded / "gone").rename(last)
+    index.unlink()
+    assert f"{headers.INDEX}: no such file" in refused(sharded)
+    names = json.loads(kept)["weight_map"]
+    shared = list(names.values())
+    lost = next(name for name, file in names.items() if shared.count(file) > 1)
+    edit(index, metadata={}, weight_map={name: file for name, file in names.items() if name != lost})
+    assert f"leaves out {lost}" in refused(sharded)
+    edit(index, weight_map=names | {lost: last.name if names[lost] != last.name else first.name})
+    assert f"says that {lost} is in" in refused(sharded)
+    index.write_text(kept)
+    assert looks.look(str(sharded))

@@ -14,7 +14,7 @@ def manager(request, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTIFY_SOCKET", address.replace("\0", "@"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(address)
-        sock.settimeout(2)
+        sock.settimeout(60)
         yield sock
 
 

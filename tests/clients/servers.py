@@ -30,7 +30,7 @@ def started(command, port, folder, environment=None):
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -52,13 +52,13 @@ def test_it_reconnects_and_leaves_on_ctrl_c(tmp_path):
         assert _shows(ours, "daemon not running")
         watch.send_signal(signal.SIGINT)
         assert _shows(ours, "\x1b[?25h")        # the cursor is back
-        assert watch.wait(5) == 0
+        assert watch.wait(60) == 0
     finally:
         watch.kill()
         os.close(ours)
 
 
-def _shows(terminal, text, timeout_s=10):
+def _shows(terminal, text, timeout_s=120):      # hangs only
     seen, end = "", time.monotonic() + timeout_s
     while text not in seen and time.monotonic() < end:
         if select.select([terminal], [], [], 0.1)[0]:

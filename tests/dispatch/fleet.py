@@ -39,7 +39,7 @@ class Fleet:
     async def ready(self, *names):
         """Until these workers (all of them, if none is named) are READY."""
         wanted = names or [worker.name for worker in self.supervisor.workers]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not all(self.supervisor.find(name).state is State.READY for name in wanted):
                 await asyncio.sleep(0.01)
 
@@ -61,7 +61,7 @@ class Fleet:
 
     async def at_rest(self):
         """Until nothing is in flight; then every counter must be at its start."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any(worker.in_flight for worker in self.supervisor.workers):
                 await asyncio.sleep(0.01)
         assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0

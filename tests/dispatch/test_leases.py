@@ -150,7 +150,7 @@ async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
     second = asyncio.create_task(acquired(leases, ["d"]))
     await asyncio.sleep(0)
     first.cancel()
-    got, _ = await asyncio.wait_for(second, 1)
+    got, _ = await asyncio.wait_for(second, 60)
     assert got[0].key == "d" and leases.waiting == 0
     for embedding in [*held, *got]:
         leases.release(embedding)
@@ -210,7 +210,7 @@ async def test_holes_between_what_is_only_cached_keep_nobody_waiting():
             leases.release(embedding)
     leases.release(first)                       # "b" lies in the middle, and is the last that room is made by
     images = [image("c"), image("d")]
-    got, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 5)
+    got, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 60)
     assert [e.key for e in fresh] == ["c", "d"] and leases.used_bytes == 3 * PAGE
     for embedding in got:
         leases.written(embedding, PAGE, "float32")
@@ -224,7 +224,7 @@ async def test_a_requests_own_cached_image_in_the_middle_does_not_keep_it_waitin
         leases.written(embedding, PAGE, "float32")
         leases.release(embedding)
     images = [image("b"), image("large")]       # "b" lies in the middle: no hole has two pages
-    wanted, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 5)
+    wanted, fresh = await asyncio.wait_for(leases.acquire(images, [PAGE, 2 * PAGE]), 60)
     assert fresh == wanted and wanted[0] is not got[1], "its own image was to be encoded anew"
     assert leases.counts.evictions == 2
 
@@ -239,5 +239,5 @@ async def test_room_that_somebody_still_holds_is_waited_for_and_costs_no_cache_b
     await asyncio.sleep(0)
     assert leases.waiting == 1 and leases.entries == 2
     leases.release(held)
-    (same, _), fresh = await asyncio.wait_for(wait, 5)
+    (same, _), fresh = await asyncio.wait_for(wait, 60)
     assert leases.used_bytes == 3 * PAGE and (same is kept) == (len(fresh) == 1)

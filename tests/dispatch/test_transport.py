@@ -13,7 +13,7 @@ POOL = {"encoders": 1, "devices": ONE, "peers": ("cuda:0",), "pool": 16 * PAGE}
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

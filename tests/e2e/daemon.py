@@ -28,7 +28,7 @@ class Daemon:
     def ask(self, verb, **fields):
         """One request over the admin socket; raises OSError while there is none."""
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
+            client.settimeout(60)
             client.connect(str(self.socket_path))
             client.sendall(json.dumps({"verb": verb, **fields}).encode() + b"\n")
             answer = json.loads(client.makefile().readline())
@@ -139,7 +139,7 @@ def running(model=None, folder=None, program="epdd", **settings):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 try:
-                    process.wait(20)
+                    process.wait(60)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()

@@ -46,7 +46,7 @@ def test_both_families_are_served(daemon):
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     for host in ("127.0.0.1", "::1"):
-        with socket.create_connection((host, daemon.port), timeout=20) as client:
+        with socket.create_connection((host, daemon.port), timeout=60) as client:
             client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 200 ")
 

@@ -89,12 +89,12 @@ def test_sigusr1_opens_the_request_log_again(tmp_path):
     with running(**LIGHT, log__requests=path) as daemon:
         daemon.ready()
         assert daemon.post(ASK)[0] == 200
-        daemon.wait(lambda status: metric(daemon, "epdd_request_log_lines_total") == 1, 20)
+        daemon.wait(lambda status: metric(daemon, "epdd_request_log_lines_total") == 1, 120)
         path.rename(tmp_path / "moved")
         daemon.process.send_signal(signal.SIGUSR1)
         assert daemon.ask("version")        # the signal came before this answer
         assert daemon.post(ASK)[0] == 200
-        daemon.wait(lambda status: metric(daemon, "epdd_request_log_lines_total") == 2, 20)
+        daemon.wait(lambda status: metric(daemon, "epdd_request_log_lines_total") == 2, 120)
         assert len(path.read_text().splitlines()) == len((tmp_path / "moved").read_text().splitlines()) == 1
 
 

@@ -45,7 +45,7 @@ def test_a_policy_is_switched_at_once_until_the_next_reload(daemon):
         refused = epdctl(daemon, "policy", *argv)
         assert refused.returncode == 1 and allowed in refused.stderr
     daemon.process.send_signal(signal.SIGHUP)
-    router = daemon.wait(lambda status: status["router"]["policy"] == "least-loaded", 10)["router"]
+    router = daemon.wait(lambda status: status["router"]["policy"] == "least-loaded", 120)["router"]
     assert (router["unit"], router["ratio_set"]) == ("patch", None)
 
 
@@ -94,7 +94,7 @@ def test_a_killed_encoder_is_named(daemon):
         ask = pool.submit(daemon.request, urllib.request.Request(
             daemon.url("/v1/chat/completions"), json.dumps(body).encode(),
             {"Content-Type": "application/json", "X-Request-ID": "the-lost-one"}))
-        daemon.wait(lambda status: status["workers"][0]["in_flight"] > 0, 20)
+        daemon.wait(lambda status: status["workers"][0]["in_flight"] > 0, 120)
         os.kill(pid, signal.SIGKILL)
         assert ask.result()[0] == 200
     told = daemon.ask("explain", request="the-lost-one")

@@ -57,10 +57,10 @@ def test_a_full_dev_shm_and_a_full_disk_cost_no_request(started_by, tmp_path):
         for _ in range(5):
             status, answer = daemon.post(ASK)
             assert status == 200 and answer["usage"]["completion_tokens"] == 3
-        daemon.wait(lambda status: metric(daemon, "epdd_request_log_dropped_total") == 5, 20)
+        daemon.wait(lambda status: metric(daemon, "epdd_request_log_dropped_total") == 5, 120)
         assert metric(daemon, "epdd_request_log_lines_total") == 0
         os.kill(daemon.worker("encoder/0")["pid"], 9)
-        daemon.wait(lambda status: status["state"] != "ready", 20)
+        daemon.wait(lambda status: status["state"] != "ready", 120)
         daemon.ready()      # also a new worker needs no disk
         assert daemon.post(ASK)[0] == 200
         daemon.at_rest()
@@ -96,7 +96,7 @@ def test_the_clock_is_set_back_and_forth_under_load(monkeypatch, tmp_path):
 
         talk = threading.Thread(target=long)
         talk.start()
-        daemon.wait(lambda status: status["requests"]["running"] == 1, 20)
+        daemon.wait(lambda status: status["requests"]["running"] == 1, 120)
         for seconds in (3600, -3600, 86400 * 400, 0):
             step.write_text(str(seconds))
             began = daemon.status()["uptime_s"]
@@ -132,7 +132,7 @@ def test_keys_and_questions_are_in_no_log(tmp_path):
         assert ask("sk-in-a-file", **{"Content-Length": "sk-in-a-header"}) == 400
         assert ask("sk-in-a-file" + "x" * 20_000) == 400
         os.kill(daemon.worker("pd/0")["pid"], 9)
-        daemon.wait(lambda status: status["state"] != "ready" or status["workers"][1]["restarts"], 20)
+        daemon.wait(lambda status: status["state"] != "ready" or status["workers"][1]["restarts"], 120)
         daemon.ready()
         keys.write_text("sk-new\n")
         daemon.ask("reload")
@@ -140,7 +140,7 @@ def test_keys_and_questions_are_in_no_log(tmp_path):
         keys.write_text("")
         daemon.ask("reload")        # refused: an empty file must not open the API
         assert [ask(key) for key in ("sk-new", "")] == [200, 401]
-        daemon.wait(lambda status: path.exists() and len(path.read_text().splitlines()) >= 6, 20)
+        daemon.wait(lambda status: path.exists() and len(path.read_text().splitlines()) >= 6, 120)
         log = (daemon.folder / "log").read_text()
         assert "reload refused" in log and "pd/0 lost" in log
         for text in (log, path.read_text()):

@@ -33,7 +33,7 @@ async def test_a_reload_plans_anew(monkeypatch):
     monkeypatch.setattr(daemon, "ForkServer", lambda preload: None)
     started = daemon.Daemon(Config(), families.load(str(families.DEMO)), [], 1 << 20, [], plan)
     started._reload()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await planned.wait()
         while started._background:
             await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ from tests.dispatch.fleet import expected, request, running
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

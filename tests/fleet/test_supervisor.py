@@ -24,7 +24,7 @@ async def test_a_killed_worker_is_back_with_a_new_pid():
         worker = fleet.supervisor.find("encoder/0")
         before = worker.process.pid
         os.kill(before, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while worker.process is None or worker.process.pid == before or worker.state is not State.READY:
                 await asyncio.sleep(0.01)
         assert worker.restarts == 1 and not psutil.pid_exists(before)
@@ -42,7 +42,7 @@ async def test_a_worker_that_dies_at_start_is_tried_a_few_times_and_given_up():
     config = Config().with_values("fleet", {"failures_max": 3, "backoff_s": 0.01}, "test")
     async with running(encoders=1, pds=0, config=config, bad_start=1) as fleet:
         worker = fleet.supervisor.find("encoder/0")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while worker.state is not State.FAILED:
                 await asyncio.sleep(0.01)
         assert worker.restarts == 2
@@ -50,7 +50,7 @@ async def test_a_worker_that_dies_at_start_is_tried_a_few_times_and_given_up():
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -111,7 +111,7 @@ async def test_restart_is_a_new_process_and_drain_shows():
         worker = fleet.supervisor.find("encoder/0")
         pid = worker.process.pid
         fleet.supervisor.restart("encoder/0")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while worker.process is None or worker.process.pid == pid or worker.state is not State.READY:
                 await asyncio.sleep(0.01)
         fleet.supervisor.drain("encoder/0")
@@ -122,7 +122,7 @@ async def test_restart_is_a_new_process_and_drain_shows():
 
 async def back(fleet, worker, pid, state=State.READY):
     """Until `worker` is another process than `pid`, in `state`."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while worker.process is None or worker.process.pid == pid or worker.state is not state:
             await asyncio.sleep(0.01)
 
@@ -175,7 +175,7 @@ async def test_no_descriptor_left_is_a_failure_like_others(monkeypatch):
 async def test_resumed_twice_is_one_process():
     async with running(encoders=1, pds=0, bad_start=78) as fleet:
         worker = fleet.supervisor.find("encoder/0")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while worker.state is not State.FAILED:
                 await asyncio.sleep(0.01)
         fleet.supervisor.resume("encoder/0")
@@ -236,7 +236,7 @@ async def test_a_fork_server_that_never_answers_is_replaced(monkeypatch):
         stuck = fleet.supervisor._fork_server = Stuck(asyncio.Event())
         pid = worker.process.pid
         worker.process.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while worker.state is not State.STARTING:
                 await asyncio.sleep(0.01)
             worker.began -= Config().fleet.start_timeout_s

@@ -100,7 +100,7 @@ async def fetching(**limits: Any) -> AsyncIterator[Fetcher]:
 
 def run(test: Callable[[Host], Awaitable[None]]) -> None:
     async def go() -> None:
-        async with asyncio.timeout(15), hosting() as host:
+        async with asyncio.timeout(60), hosting() as host:
             await test(host)
 
     uvloop.run(go())

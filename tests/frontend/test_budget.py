@@ -95,7 +95,7 @@ def test_cancelling_at_any_moment_leaks_nothing(seed: int) -> None:
         for task in dice.sample(tasks, 30):
             await asyncio.sleep(dice.random() * 0.001)
             task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asyncio.gather(*tasks, return_exceptions=True)
         assert budget.used == 0
         assert over >= 30

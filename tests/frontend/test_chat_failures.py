@@ -154,8 +154,8 @@ async def test_a_reader_that_stops_reading_does_not_hold_its_request(house: Hous
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2]), limit=1000)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-    await settle(lambda: house.script.closed == 1, 3)
-    await settle(lambda: house.door.inside == 0, 8)
+    await settle(lambda: house.script.closed == 1, 60)
+    await settle(lambda: house.door.inside == 0, 60)
     assert house.context.stats.counts["failed"] + house.context.stats.counts["aborted"] == 1
     writer.close()
 

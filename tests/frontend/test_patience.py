@@ -221,6 +221,6 @@ async def test_pages_that_are_not_read(house: House) -> None:
     client = await Client.come(house)
     client.writer.transport.pause_reading()
     client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
-    await settle(lambda: house.context.connections.closed["stalled"] == 1, 15)
+    await settle(lambda: house.context.connections.closed["stalled"] == 1, 60)
     await settle(lambda: len(house.context.connections) == 0)
     client.writer.transport.abort()

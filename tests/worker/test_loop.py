@@ -47,7 +47,7 @@ class Served:
 
     def __init__(self, beat_s: float = 60.0) -> None:
         self.socket, theirs = wire.socket_pair()
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
         connection = loop.Connection(theirs.detach())
         self.role = Echo(connection.send)
         self.error: Exception | None = None
@@ -81,7 +81,7 @@ def served() -> Iterator[Served]:
     one = Served()
     yield one
     one.socket.close()
-    one.thread.join(5)
+    one.thread.join(60)
 
 
 def generate(name: str) -> wire.Generate:
@@ -118,7 +118,7 @@ def test_beats_come_while_idle_and_while_busy() -> None:
     seen = [served.read() for _ in range(402)]
     assert sum(isinstance(message, wire.Done) for message in seen) >= 190
     served.socket.close()
-    served.thread.join(2)
+    served.thread.join(60)
     assert not served.thread.is_alive()
 
 
@@ -141,7 +141,7 @@ def test_a_daemon_that_does_not_read_blocks_no_step_until_much_has_piled_up(
 
 def test_hang_up_ends_the_loop(served: Served) -> None:
     served.socket.close()
-    served.thread.join(2)
+    served.thread.join(60)
     assert not served.thread.is_alive() and served.error is None
 
 
@@ -149,7 +149,7 @@ def test_hang_up_ends_the_loop(served: Served) -> None:
                                    wire.pack(wire.Encode("x", wire.Lease(0, 1), (1, 2, 2), 1, (28, 28)), b"x")])
 def test_garbage_is_a_protocol_error(served: Served, frame: bytes) -> None:
     served.socket.sendall(frame)
-    served.thread.join(2)
+    served.thread.join(60)
     assert isinstance(served.error, ProtocolError)
 
 

@@ -23,12 +23,11 @@ BLOCK = 128
 CHILD = """
 import resource, sys, time
 import torch
-from epdd.worker import load
+from epdd.worker import load, preload   # the latter imports the models' code, as the workers' fork server does
 torch.set_num_threads(int(sys.argv[2]))
 def resident(kind):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(kind))
-load._config(sys.argv[1])       # imports the model's code
 open("/proc/self/clear_refs", "w").write("5")      # the high-water mark begins anew
 before, began = resident("VmRSS"), time.perf_counter()
 model = load.load_language(sys.argv[1], "bfloat16", "cpu", "sdpa")

@@ -37,7 +37,8 @@ def weights(tensors: Mapping[str, Tensor], quantization: Quantization, dtype: to
             vision: bool) -> Iterator[dict[str, torch.Tensor]]:
     """A state dict of one half, with the FP8 matrices in `dtype` and all others as they are stored.
 
-    Raises ModelError for a file that ends early or a matrix that holds NaN, OSError where a file cannot be read.
+    Raises ModelError for a file that ends early, or holds NaN in a matrix or its scales, OSError where a file cannot be
+    read.
     """
     # All families call their tower "visual"; whatever else there is belongs to the language model.
     wanted = {name: tensor for name, tensor in tensors.items()
@@ -63,6 +64,8 @@ def _dequantised(name: str, tensor: Tensor, scale: Scale, tensors: Mapping[str, 
     rows, columns = tensor.shape
     out = _fresh(rows, columns, dtype)
     scales = _read_scales(tensors[scale.name], files).view(-(-rows // scale.rows), -(-columns // scale.columns))
+    if not scales.isfinite().all():
+        raise ModelError(f"{tensor.file}: {scale.name} holds NaN or infinity; download the file again")
     height = max(1, min(rows, BAND // columns))
     stored = np.empty((height, columns), np.int8)
     convert = _by_torch if native.library() is None or dtype not in native.TYPES else _by_kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,8 @@ def test_every_number_of_the_format(tmp_path: Path, kernels: bool, monkeypatch: 
     numbers = bits[(bits & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
     path = tmp_path / "model.safetensors"
 
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        save_file({"a.weight": tensor, "a.weight_scale": torch.tensor([0.5])}, path)
+    def made(tensor: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+        save_file({"a.weight": tensor, "a.weight_scale": torch.tensor([scale])}, path)
         tensors = headers.all_tensors(tmp_path)
         found = quantization.read(tmp_path, {"quantization_config": quantized.compressed("tensor")}, tensors)
         with dequantize.weights(tensors, found, torch.float32, vision=False) as state:
@@ -80,6 +81,9 @@ def test_every_number_of_the_format(tmp_path: Path, kernels: bool, monkeypatch: 
     for nan in (0x7F, 0xFF):
         with pytest.raises(ModelError, match="a.weight holds NaN; download the file again"):
             made(torch.tensor([[0, nan, 1]], dtype=torch.uint8).view(torch.float8_e4m3fn))
+    for scale in (math.nan, math.inf):
+        with pytest.raises(ModelError, match="a.weight_scale holds NaN or infinity; download the file again"):
+            made(numbers, scale)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import struct
@@ -57,6 +58,9 @@ def weight_files(root: Path) -> list[Path]:
 def weight_map(root: Path) -> dict[str, str]:
     """The shard of each tensor, as the index says.  Raises ModelError."""
     index = read_json(root / INDEX)
+    # In all other files it does no harm; this one transformers reads itself.
+    if (root / INDEX).read_bytes().startswith(codecs.BOM_UTF8):
+        raise ModelError(f"{root / INDEX}: begins with a byte order mark; save it without, or download it again")
     if not isinstance(index.get("metadata"), dict):     # transformers asks for it
         raise ModelError(f"{root / INDEX}: metadata is no object; download the file again")
     found = index.get("weight_map")
@@ -133,6 +137,17 @@ def _checked(path: Path, header: object, offset: int, size: int) -> dict[str, Te
         raise ModelError(f"{path}: {size} bytes long, but its header speaks of {at}; the file is "
                          f"{'cut short' if size < at else 'too long'}: download it again")
     return found
+
+
+def no_model(root: Path) -> str:
+    """Why a folder without config.json is none that could be served, and what to do."""
+    if not root.is_dir():
+        return f"{root}: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/NAME"
+    if (root / "snapshots").is_dir():
+        return f"{root}: a model of the Hub's cache; name it as ORG/NAME, or one of the folders in {root / 'snapshots'}"
+    told = _no_weights(root)
+    return told if "GGUF" in told or "adapter" in told else (
+        f"{root / 'config.json'}: no such file; download it, every checkpoint has it")
 
 
 def _no_weights(root: Path) -> str:

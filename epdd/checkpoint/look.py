@@ -46,6 +46,8 @@ class Look:
 def look(folder: str) -> Look:
     """Look at the whole folder.  Raises ModelError: one sentence with the file, what is wrong, and what to do."""
     root = Path(folder)
+    if not (root / "config.json").is_file():
+        raise ModelError(headers.no_model(root))
     family = families.load(folder)
     config = Fields(root / "config.json")
     settings.check(config)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, logging as transformers_logging
+from transformers import CONFIG_MAPPING, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from epdd.checkpoint import expected, headers, quantization
@@ -87,8 +87,9 @@ def abilities(device: str) -> tuple[str, ...]:
 
 
 def _config(folder: str) -> Any:
+    data = read_json(Path(folder) / "config.json")      # also with a byte order mark, which transformers does not read
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return CONFIG_MAPPING[data["model_type"]].from_dict(data)
     except Exception as error:      # transformers checks fields with exceptions of many kinds
         raise ModelError(f"{folder}/config.json: cannot be used ({type(error).__name__}: {error})") from error
 

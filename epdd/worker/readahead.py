@@ -7,22 +7,22 @@ machine share, and those that are there already cost next to nothing (0.1 s a GB
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from epdd.checkpoint import headers
+from epdd.errors import ModelError
+
 log = logging.getLogger(__name__)
 
 READERS = 4                     # places that are read at once; disks over a network want several
 PIECE_BYTES = 8 << 20           # that a reader takes at a time
 TOLD_EVERY_S = 0.25
-HEADER_BYTES_MAX = 100 << 20    # the format's own limit
 GAP_BYTES = 1 << 20             # so much of other tensors between two wanted ones is read along
 
 
@@ -71,7 +71,7 @@ class _Reading:
         self._lock = threading.Lock()
         try:
             wanted = parts(Path(folder), role)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except ModelError as error:
             log.debug("%s is not read ahead: %s", folder, error)
             return
         self.total = sum(part.end - part.start for part in wanted)
@@ -103,24 +103,14 @@ class _Reading:
 
 
 def parts(folder: Path, role: str) -> list[Part]:
-    """Where the tensors of a role's half lie, in order.
-
-    Raises OSError, and ValueError, KeyError, TypeError, AttributeError or struct.error where a file's header is none.
-    """
+    """Where the tensors of a role's half lie, in order.  Raises ModelError where the weights cannot be read."""
     found: list[Part] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > HEADER_BYTES_MAX:
-                raise ValueError(f"a header of {length} bytes in {path}")
-            header = json.loads(file.read(length))
-        # All families call their tower "visual"; whatever else there is belongs to the language model.
-        spans = sorted(tuple(8 + length + offset for offset in tensor["data_offsets"])
-                       for name, tensor in header.items()
-                       if name != "__metadata__" and ("visual." in name) == (role == "encoder"))
-        for start, end in spans:
-            if found and found[-1].path == path and start - found[-1].end <= GAP_BYTES:
-                found[-1] = Part(path, found[-1].start, end)
-            else:
-                found.append(Part(path, start, end))
+    # All families call their tower "visual"; whatever else there is belongs to the language model.
+    wanted = [tensor for name, tensor in headers.all_tensors(folder).items()
+              if ("visual." in name) == (role == "encoder")]
+    for tensor in sorted(wanted, key=lambda tensor: (tensor.file, tensor.start)):
+        if found and found[-1].path == tensor.file and tensor.start - found[-1].end <= GAP_BYTES:
+            found[-1] = Part(tensor.file, found[-1].start, tensor.end)
+        else:
+            found.append(Part(tensor.file, tensor.start, tensor.end))
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,35 @@ def test_a_template_that_shows_no_image_is_warned_of(folder: Path) -> None:
 
 
 # --- what is refused
+
+
+def test_what_else_a_folder_may_be(folder: Path, tmp_path: Path) -> None:
+    assert "no such folder; name a checkpoint's folder, or a model of the Hub" in refused(tmp_path / "nowhere")
+    (folder / "config.json").unlink()
+    assert "./config.json: no such file" in refused(folder)
+    (folder / "snapshots").mkdir()
+    assert "a model of the Hub's cache" in refused(folder)
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-q4.gguf").touch()
+    assert "GGUF" in refused(tmp_path / "gguf")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--plan"]])
+def test_the_daemon_refuses_before_anything_is_started(folder: Path, arguments: list[str]) -> None:
+    os.truncate(folder / SINGLE, 5000)
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "epdd", "--port", "0", "--model", str(folder),
+                           *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 78
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(said) == 1 and said[0].startswith(f"epdd: {folder / SINGLE}: "), said
+    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "transformers")]
+
+
+def test_plan_of_epdctl_refuses_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from epdd.ctl.main import main
+    os.truncate(folder / SINGLE, 5000)
+    assert main(["plan", "--model", str(folder)]) != 0
+    assert f"{folder / SINGLE}: " in capsys.readouterr().err
 
 
 def _lfs(path: Path) -> None:

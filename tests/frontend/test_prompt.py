@@ -308,6 +308,26 @@ def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.Fa
         asyncio.run(maker.make(conversation, [], 4096))
 
 
+LEARNT = TEMPLATE.replace("{{- text }}", "{% generation %}{%- set seen.images = 7 %}{{- text }}{% endgeneration %}")
+TYPED = "{{- 'Answer with \\'type\\' and {\\'type\\': \\'text\\'}' }}" + TEMPLATE
+SYSTEM = "{%- if messages[0].role != 'system' %}{{ raise_exception('A system message must come first') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [LEARNT, TYPED, SYSTEM + TEMPLATE], ids=["generation", "'type'", "system"])
+def test_templates_of_many_kinds_are_rendered_as_by_transformers(tmp_path: Path, template: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    maker, family = other(tmp_path, template)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(family.folder)
+    system = {"role": "system", "content": "be brief"}
+    for messages in (SUITES[0], SUITES[-1], SUITES[8]):
+        messages = [system, *messages]
+        want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert make(maker, family, messages).tokens == want
+    if template.startswith(SYSTEM):
+        with pytest.raises(BadRequest, match="A system message must come first"):
+            make(maker, family, SUITES[0])
+
+
 def test_templates_from_the_other_places(tmp_path: Path) -> None:
     for name, data in (("chat_template.json", {"chat_template": TEMPLATE}),
                        ("tokenizer_config.json", {"chat_template": TEMPLATE}),

@@ -30,6 +30,11 @@ def test_each_role_gets_its_own_tensors_over_all_shards(tmp_path):
                                                   ("model.visual.b", 50), ("norm", 10), ("model.visual.c", 7)])
     two = checkpoint(tmp_path / "b.safetensors", [("model.language_model.a", 30)])
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    names = {a.name: ["model.visual.a", "lm_head", "model.visual.b", "norm", "model.visual.c"],
+             b.name: ["model.language_model.a"]}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({
+        "metadata": {}, "weight_map": {name: file for file, those in names.items() for name in those}}))
+    checkpoint(tmp_path / "consolidated.safetensors", [("model.visual.a", 100)])       # nobody loads it
     far = one + 100 + 2 * GAP_BYTES
     assert readahead.parts(tmp_path, "encoder") == [Part(a, one, one + 100), Part(a, far, far + 67)]   # a small gap
     assert readahead.parts(tmp_path, "pd") == [Part(a, one + 100, far + 60), Part(b, two, two + 30)]
@@ -64,8 +69,8 @@ def test_what_is_no_checkpoint_is_left_to_the_loader(tmp_path, content):
 def test_a_file_cut_short_ends_the_reading(tmp_path):
     path = tmp_path / "model.safetensors"
     begin = checkpoint(path, [("a", 1 << 20)])
+    reading = readahead._Reading(str(tmp_path), "pd")
     with open(path, "r+b") as file:
         file.truncate(begin + 1000)
-    reading = readahead._Reading(str(tmp_path), "pd")
     reading.run(threading.Event())
     assert (reading.done, reading.total) == (1000, 1 << 20)

@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _open_standard_files() -> None:
     """Where one was closed by whoever started this, put /dev/null: else the next file to be opened would take its
-    place, and what a library prints would go into that."""
+    place, here or in a worker, and what a library prints would go into that."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)      # takes the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)    # takes the lowest free number: this one
     closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         setattr(sys, name, open(os.devnull, "w"))

@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,10 @@ CLOSE_S = 1.0               # at the end: for what waits; a reader that has stop
 
 # journald reads a leading <N> as the syslog priority (sd-daemon(3)).
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+
+# One record is one line, and none steers the terminal of who reads it.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {9: "\t", 10: "\\n", 13: "\\r"}
 
 
 class Output:
@@ -50,10 +55,11 @@ class Output:
 
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None:
-            # Nowhere is left to say that there is nowhere to say it.
-            with suppress(OSError, ValueError):
+            try:
                 work()
-            if self._untold and self._waiting.empty():
+            except (OSError, ValueError):
+                self.dropped += 1       # nowhere is left to say that there is nowhere to say it
+            if self._untold and self._waiting.qsize() <= 1:     # the one may be the end
                 self._untold = 0
                 logging.getLogger(__name__).warning(
                     "log lines were dropped, their reader had stopped reading dropped=%s", self.dropped)
@@ -66,7 +72,10 @@ def write(text: str, descriptor: int) -> None:
     """
     data = text.encode(errors="backslashreplace")
     while data:
-        data = data[os.write(descriptor, data):]
+        try:
+            data = data[os.write(descriptor, data):]
+        except BlockingIOError:     # another process that shares it does not want to wait there
+            select.select((), (descriptor,), ())
 
 
 class _Formatter(logging.Formatter):
@@ -77,10 +86,8 @@ class _Formatter(logging.Formatter):
         self._journal = journal
 
     def format(self, record: logging.LogRecord) -> str:
-        # One record is one line: a newline in a message must not forge a second record.
-        text = super().format(record)
-        if record.exc_info is None:
-            text = text.replace("\n", "\\n")
+        # A newline in a message must not forge a second record; in a traceback it is meant.
+        text = super().format(record).translate(CONTROL if record.exc_info is None else CONTROL | {10: "\n"})
         return f"<{_PRIORITY.get(record.levelno, 6)}>{text}" if self._journal else text
 
 

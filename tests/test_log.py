@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import pytest
@@ -49,3 +50,25 @@ def test_a_write_that_fails_stops_nothing() -> None:
     output.later(fail)
     output.later(lambda: done.append(1))
     assert output.close() and done == [1]
+
+
+def test_no_record_steers_a_terminal() -> None:
+    record = logging.LogRecord("epdd.x", logging.INFO, "", 1, "a\x1b[2J\x07\nb\x9bc\r\u00e4", (), None)
+    assert log._Formatter(journal=False).format(record).endswith(" a\\x1b[2J\\x07\\nb\\x9bc\\r\u00e4")
+    assert log._Formatter(journal=True).format(record).startswith("<6>a\\x1b")
+
+
+def test_a_descriptor_that_others_made_not_wait_loses_nothing() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    size, got = 1 << 20, bytearray()
+
+    def take() -> None:
+        while len(got) < size:
+            got.extend(os.read(read, 1 << 16))
+
+    output, reader = log.Output(), threading.Thread(target=take, daemon=True)
+    output.later(lambda: log.write("x" * size, write))
+    reader.start()
+    reader.join(60)
+    assert len(got) == size and output.dropped == 0

@@ -11,12 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from epdd.config import runtime_dir
+from epdd import private
+from epdd.config import SYSTEM_FILE, Config, from_file, runtime_dir
+from epdd.ctl import peer
+from epdd.errors import ConfigError
+from epdd.log import CONTROL
 
 SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
 ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs
 KEY_VARIABLE = "EPDD_API_KEY"       # for `chat`, where the daemon asks for keys
 CHAT_S = 600.0                      # between two parts of an answer, the first waits for a whole prefill
+
+_CONTROL = {code: shown for code, shown in CONTROL.items() if code not in b"\n\t"}
 
 
 class CtlError(Exception):
@@ -48,15 +54,29 @@ def find_socket(environ: Mapping[str, str] | None = None) -> Path:
     if environ.get("EPDD_ADMIN_SOCKET"):
         return Path(environ["EPDD_ADMIN_SOCKET"])
     folders = {runtime_dir(environ), SYSTEM_DIR}
-    live = sorted(path for folder in folders for path in folder.glob("admin-*.sock") if _listens(path))
+    refused = {folder: reason for folder in folders if folder.is_dir() and (reason := private.danger(folder))}
+    live = sorted(path for folder in folders - refused.keys() for path in folder.glob("admin-*.sock") if _listens(path))
+    if not live and (path := _of_settings()) and _listens(path):
+        live = [path]
     if len(live) > 1:
         raise UsageError("several daemons are running; choose one with --socket:\n"
                          + "\n".join(f"  {path}" for path in live))
     if live:
         return live[0]
+    if refused:
+        raise CtlError("; ".join(refused.values()) + ": a socket there is not used.  Remove that folder")
     closed = [str(folder) for folder in folders if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK)]
     hint = f" (or its socket is not yours to see in {', '.join(closed)})" if closed else ""
     raise NotRunning(f"daemon not running{hint}")
+
+
+def _of_settings() -> Path | None:
+    """admin.socket of the service's settings, if they name one and are ours to read."""
+    try:
+        socket = from_file(Config(), SYSTEM_FILE).admin.socket
+    except ConfigError:
+        return None
+    return Path(socket) if socket else None
 
 
 def _listens(path: Path) -> bool:
@@ -72,15 +92,29 @@ def _listens(path: Path) -> bool:
 
 def ask(path: Path, verb: str, **fields: Any) -> Any:
     """The daemon's answer to one verb.  Raises NotRunning, CtlError when it refuses or does not answer."""
-    request = {"verb": verb, **fields}
+    return _ask(path, {"verb": verb, **fields})[0]
+
+
+def listener(path: Path) -> tuple[str, int, int]:
+    """Host and port of the daemon's API, and the user it runs as.  Raises as `ask` does."""
+    status, uid = _ask(path, {"verb": "status"})
     try:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(ANSWER_S)
-            sock.connect(str(path))
+        return status["listen"]["host"], status["listen"]["port"], uid
+    except (KeyError, TypeError):
+        raise CtlError("the daemon's answer does not say where it listens; is it of another version?") from None
+
+
+def _ask(path: Path, request: dict[str, Any]) -> tuple[Any, int]:
+    """Its answer, without control characters, and the user it runs as."""
+    try:
+        sock, uid = peer.connect(path, ANSWER_S)
+        with sock:
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as stream:
                 line = stream.readline()
-        reply = json.loads(line)
+        reply = _harmless(json.loads(line))
+    except peer.Stranger as error:
+        raise CtlError(str(error)) from None
     except (FileNotFoundError, ConnectionRefusedError):
         raise NotRunning(f"daemon not running: nothing listens on {path}") from None
     except PermissionError:
@@ -93,11 +127,23 @@ def ask(path: Path, verb: str, **fields: Any) -> Any:
         raise NotRunning("the daemon closed the connection") from None
     if not reply.get("ok"):
         raise CtlError(reply.get("error") or "the daemon refused")
-    return reply["result"]
+    return reply["result"], uid
 
 
-def chat(host: str, port: int, question: str, images: Sequence[str]) -> Iterator[str]:
-    """Parts of the model's answer as they arrive.  Raises CtlError."""
+def _harmless(value: Any) -> Any:
+    """JSON whose texts steer no terminal, whatever they hold."""
+    if isinstance(value, str):
+        return value.translate(_CONTROL)
+    if isinstance(value, dict):
+        return {_harmless(key): _harmless(item) for key, item in value.items()}
+    return [_harmless(item) for item in value] if isinstance(value, list) else value
+
+
+def chat(host: str, port: int, uid: int, question: str, images: Sequence[str]) -> Iterator[str]:
+    """Parts of the model's answer as they arrive.  The API key is sent only if user `uid` listens there.
+
+    Raises CtlError.
+    """
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _image_url(image)}} for image in images]
     content.append({"type": "text", "text": question})
     body = json.dumps({"messages": [{"role": "user", "content": content}], "stream": True})
@@ -107,12 +153,16 @@ def chat(host: str, port: int, question: str, images: Sequence[str]) -> Iterator
     try:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
+            connection.connect()
+            peer.check_listener(connection.sock, uid)
             headers["Authorization"] = f"Bearer {key}"
         connection.request("POST", "/v1/chat/completions", body, headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise CtlError(_error_of(response.read()) or f"HTTP {response.status} {response.reason}")
+            raise CtlError(_error_of(response.read()) or f"HTTP {response.status} {_harmless(response.reason)}")
         yield from _deltas(response)
+    except peer.Stranger as error:
+        raise CtlError(str(error)) from None
     except (OSError, http.client.HTTPException) as error:
         raise CtlError(f"http://{host}:{port}: {error}") from None
     finally:
@@ -128,17 +178,17 @@ def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
             continue
         event = json.loads(data)
         if "error" in event:
-            raise CtlError(_error_of(data.encode()) or data)
+            raise CtlError(_error_of(data.encode()) or _harmless(data))
         for choice in event.get("choices", ()):
             text = choice.get("delta", {}).get("content")
             if text:
-                yield text
+                yield _harmless(text)
     raise CtlError("the daemon ended the answer early")
 
 
 def _error_of(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        return str(_harmless(json.loads(body)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
         return ""
 

@@ -69,8 +69,8 @@ def _reload(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    listen = client.ask(client.socket_of(args.socket), "status")["listen"]
-    for part in client.chat(listen["host"], listen["port"], args.question, args.image):
+    host, port, uid = client.listener(client.socket_of(args.socket))
+    for part in client.chat(host, port, uid, args.question, args.image):
         print(part, end="", flush=True)
     print()
     return 0

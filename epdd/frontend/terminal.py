@@ -90,7 +90,8 @@ epdd serves {model}.  Open http://{address}:{port}/ in a browser, or try{hint}:
     '{{"messages":[{{"role":"user","content":[{image},{text}]}}]}}'
 
 """
-    log.output().later(lambda: log.write(lines, sys.stdout.fileno()))
+    # A thread of its own: if nobody reads stdout, the log still goes to stderr.
+    log.Output().later(lambda: log.write(lines, sys.stdout.fileno()))
 
 
 def _shortest(path: Path) -> str:

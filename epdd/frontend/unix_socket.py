@@ -8,7 +8,8 @@ import socket
 import stat
 from pathlib import Path
 
-from epdd.errors import ConfigError, StartupError
+from epdd import private
+from epdd.errors import AddressTaken, ConfigError, StartupError
 
 _BACKLOG = 128
 
@@ -16,11 +17,14 @@ _BACKLOG = 128
 def listen(path: Path, mode: int, group: str, setting: str) -> socket.socket:
     """A listening socket that its owner, and `group` if it is named, can open as the permissions `mode` say.
 
-    `setting` names it in errors.  Raises ConfigError (no such group), StartupError (another daemon listens there, or
-    it cannot be made).
+    `setting` names it in errors.  Raises ConfigError (no such group), AddressTaken (another daemon listens there),
+    StartupError (it cannot be made, or other users could change its folder).
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := private.not_ours(path.parent):
+            raise StartupError(f"{setting}: {reason}, so other users could take the socket's place; name one in a "
+                               "folder that only the daemon's user can write to, or remove this one")
         _clear_stale(path, setting)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -57,4 +61,4 @@ def _clear_stale(path: Path, setting: str) -> None:
         except ConnectionRefusedError:
             path.unlink()
         else:
-            raise StartupError(f"{setting}: another daemon listens on {path}")
+            raise AddressTaken(f"{setting}: another daemon listens on {path}")

@@ -80,6 +80,8 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
             error = importlib.import_module("epdd.worker.cuda").fault(error) or error
         _last_words(spec, connection, error)
         sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
+    finally:
+        logs.output().close()       # a fork ends without atexit
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:

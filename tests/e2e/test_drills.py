@@ -93,7 +93,7 @@ def test_two_daemons_and_a_place_that_is_taken():
     def refused(*settings):
         ended = subprocess.run([sys.executable, "-m", "epdd", *settings], capture_output=True, text=True, cwd=ROOT,
                                timeout=60)
-        assert ended.returncode == 78 and "Traceback" not in ended.stderr
+        assert ended.returncode == 75 and "Traceback" not in ended.stderr
         return ended.stderr
 
     with running(**LIGHT) as first, running(**LIGHT) as second:

@@ -56,6 +56,7 @@ def test_a_reader_that_stops_holds_up_nothing(started_by, tmp_path, where):
             assert daemon.post(ASK)[0] == 200
             assert metric(daemon, "epdd_log_dropped_total") == 0        # it waits in the queue
             if where == "1":
+                daemon.wait(lambda status: "reloaded level=" in daemon.log(), 20)   # stderr is not held up by it
                 return      # stopped by running() with the pipe still full
             seen, deadline = b"", time.monotonic() + GUARD_S
             while b"reloaded level=" not in seen and time.monotonic() < deadline:
@@ -82,6 +83,8 @@ def test_without_stderr(started_by):
         assert "stderr is closed, so log lines are dropped" in daemon.log()
         links = [os.readlink(f"/proc/{daemon.process.pid}/fd/{number}") for number in (0, 2)]
         assert links == ["/dev/null"] * 2       # and no socket took their numbers
+        for worker in daemon.status()["workers"]:
+            assert os.readlink(f"/proc/{worker['pid']}/fd/2") == "/dev/null"
 
 
 def test_sigusr1_opens_the_request_log_again(tmp_path):

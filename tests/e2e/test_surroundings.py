@@ -138,7 +138,8 @@ def test_keys_and_questions_are_in_no_log(tmp_path):
         daemon.ask("reload")
         assert [ask(key) for key in ("sk-of-the-settings", "sk-in-a-file", "sk-new")] == [200, 401, 200]
         keys.write_text("")
-        daemon.ask("reload")        # refused: an empty file must not open the API
+        with pytest.raises(AssertionError, match="holds no key"):
+            daemon.ask("reload")    # refused: an empty file must not open the API
         assert [ask(key) for key in ("sk-new", "")] == [200, 401]
         daemon.wait(lambda status: path.exists() and len(path.read_text().splitlines()) >= 6, 120)
         log = (daemon.folder / "log").read_text()

@@ -69,6 +69,13 @@ def wait_for(machine, wanted, *properties, timeout_s=60):
         time.sleep(0.3)
 
 
+def until(machine, condition, timeout_s=60):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, machine.journal()
+        time.sleep(0.3)
+
+
 def test_start_means_that_workers_serve(service):
     state, text, user = service.show("ActiveState", "StatusText", "User")
     assert (state, user) == ("active", "epdd")
@@ -238,6 +245,22 @@ def test_a_setting_that_cannot_work_is_not_tried_again(service):
     assert service.run("systemctl", "restart", "epdd", check=False).returncode != 0
     assert service.show("ActiveState", "ExecMainStatus", "NRestarts") == ["failed", "78", "0"]
     assert "unknown setting server.prot" in service.journal()
+
+
+def test_a_port_that_is_taken_for_a_moment_is_tried_again(service):
+    service.run("systemctl", "stop", "epdd")
+    program = ("import pathlib, socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('127.0.0.1', 8765)); "
+               "s.listen(); pathlib.Path('/run/taken').touch(); time.sleep(3600)")
+    service.run("systemd-run", "--unit=other", "env", "LD_LIBRARY_PATH=/opt/epdd/python/lib", PYTHON, "-c", program)
+    try:
+        until(service, lambda: service.run("test", "-e", "/run/taken", check=False).returncode == 0)
+        service.run("systemctl", "start", "--no-block", "epdd")
+        until(service, lambda: "cannot listen on 127.0.0.1:8765" in service.journal()
+              and "status=75" in service.journal())
+        assert service.show("ActiveState")[0] == "activating"   # not failed: it is tried again
+    finally:
+        service.run("systemctl", "stop", "other", check=False)
+    wait_for(service, ["active"], "ActiveState")
 
 
 def test_stop_leaves_nothing(service):

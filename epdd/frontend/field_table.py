@@ -40,6 +40,7 @@ TAKEN: dict[str, tuple[str, str]] = {
     "stop_token_ids": ("vLLM, SGLang", "tokens that end the answer"),
     "include_stop_str_in_output": ("vLLM", "the text keeps the stop string, or the stop token's text"),
     "no_stop_trim": ("SGLang", "the same as `include_stop_str_in_output`"),
+    "cache_salt": ("vLLM, SGLang", "a text: caches are shared only with requests of the same salt and API key"),
     "skip_special_tokens": ("vLLM, SGLang", "false: control tokens are part of the text"),
     "ignore_eos": ("vLLM, SGLang, llama.cpp", "go on to `max_tokens`"),
     "logit_bias": (_ALL, "added to the logits of these token ids; -100 bans"),

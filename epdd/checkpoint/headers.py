@@ -141,18 +141,27 @@ def _checked(path: Path, header: object, offset: int, size: int) -> dict[str, Te
 
 def no_model(root: Path) -> str:
     """Why a folder without config.json is none that could be served, and what to do."""
+    if root.is_file():
+        return f"{root}: a file; name its folder, {root.parent}"
     if not root.is_dir():
         return f"{root}: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/NAME"
     if (root / "snapshots").is_dir():
         return f"{root}: a model of the Hub's cache; name it as ORG/NAME, or one of the folders in {root / 'snapshots'}"
     told = _no_weights(root)
-    return told if "GGUF" in told or "adapter" in told else (
-        f"{root / 'config.json'}: no such file; download it, every checkpoint has it")
+    if "GGUF" in told or "adapter" in told or "link" in told:
+        return told
+    if below := sorted(path.parent.name for path in root.glob("*/config.json")):
+        return f"{root}: holds no checkpoint, but {below[0]} in it has a config.json; name that folder"
+    return f"{root / 'config.json'}: no such file; download it, every checkpoint has it"
 
 
 def _no_weights(root: Path) -> str:
     """Why there is nothing to load, and what to do."""
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    for path in (root / name for name in (*names, "config.json")):
+        if path.is_symlink() and not path.exists():
+            return (f"{path}: a link to {path.readlink()}, which is not there; copy the folder with the files that its "
+                    "links point to (cp -L)")
     if any(name.endswith(".gguf") for name in names):
         return f"{root}: holds only GGUF weights, which are not served; take the checkpoint with .safetensors files"
     if any(name.endswith((".bin", ".pt", ".pth")) and "model" in name for name in names):
@@ -164,4 +173,8 @@ def _no_weights(root: Path) -> str:
     shards = [name for name in names if name.startswith("model-") and name.endswith(".safetensors")]
     if shards:
         return f"{root / INDEX}: no such file, and {shards[0]} is a shard; download the index again"
+    others = [name for name in names if name.endswith(".safetensors") and name != "adapter_model.safetensors"]
+    if others:
+        return (f"{root}: no weights by a name that is read ({SINGLE} or {INDEX}), only {', '.join(others[:3])}; if "
+                f"that is the whole model in the Hugging Face layout, rename it to {SINGLE}")
     return f"{root}: no weights (neither {SINGLE} nor {INDEX}); download the checkpoint again"

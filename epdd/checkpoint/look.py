@@ -96,6 +96,9 @@ def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:
     """The tokens that end an answer, by all who have a say, and what is to be warned of.  Raises ModelError."""
     vocabulary, template = tokenizer.load(family), chat_template.load(root)
     warnings = []
+    if (root / "adapter_config.json").exists():
+        warnings.append(f"{root / 'adapter_config.json'}: the adapter is not applied; merge it into the model to serve "
+                        "both")
     if not template.shows_image(vocabulary.id_to_token(family.image_token_id) or ""):
         warnings.append(f"{template.path}: the chat template shows no image; requests with one will be refused")
     if template.needs_system:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from epdd.errors import ModelError
 from epdd.families import Family
+from epdd.families.files import refuse_pointer
 
 
 def load(family: Family) -> Tokenizer:
@@ -25,6 +26,7 @@ def load(family: Family) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
+        refuse_pointer(path)
         raise ModelError(f"{path}: cannot be read ({error}); download it again") from None
     if type(tokenizer.decoder).__name__ != "ByteLevel":
         raise ModelError(f"{path}: only byte-level tokenizers are served; take the one of the original checkpoint")

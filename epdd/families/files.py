@@ -24,12 +24,18 @@ def read_json(path: Path, absent: dict[str, Any] | None = None) -> dict[str, Any
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        if path.read_bytes().startswith(b"version https://git-lfs"):
-            raise ModelError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`") from None
+        refuse_pointer(path)
         raise ModelError(f"{path}: not JSON ({error}); download it again") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: not a JSON object; download it again")
     return data
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ModelError if a file holds only a Git LFS pointer."""
+    with path.open("rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            raise ModelError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in the folder")
 
 
 class Fields:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,10 @@ def test_leftovers_beside_the_model_do_not_count(sharded: Path, folder: Path) ->
     shutil.copy(folder / SINGLE, sharded / "consolidated.safetensors")
     edit(sharded / "adapter_config.json", peft_type="LORA")
     save_file({"base_model.lora_A.weight": torch.zeros(8, 64)}, sharded / "adapter_model.safetensors")
-    assert looks.look(str(sharded)) == before
+    after = looks.look(str(sharded))
+    assert replace(after, warnings=()) == before
+    assert after.warnings == (f"{sharded}/adapter_config.json: the adapter is not applied; merge it into the model to "
+                              "serve both",)
 
 
 def test_known_harmless_tensors_are_left_alone(folder: Path) -> None:
@@ -306,6 +310,10 @@ def _more_tokens(path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "LFS pointer": (lambda f: _lfs(f / SINGLE), "./model.safetensors: a Git LFS pointer"),
     "LFS pointer of JSON": (lambda f: _lfs(f / "tokenizer_config.json"), "tokenizer_config.json: a Git LFS pointer"),
+    "LFS pointer of the tokenizer": (lambda f: _lfs(f / "tokenizer.json"), "tokenizer.json: a Git LFS pointer"),
+    "link to nowhere": (lambda f: ((f / SINGLE).unlink(), (f / SINGLE).symlink_to("/nowhere/blob")),
+                        "model.safetensors: a link to /nowhere/blob, which is not there"),
+    "other name": (lambda f: (f / SINGLE).rename(f / "model.fp16.safetensors"), "only model.fp16.safetensors; if"),
     "cut": (lambda f: os.truncate(f / SINGLE, (f / SINGLE).stat().st_size - 1000), "cut short"),
     "cut header": (lambda f: os.truncate(f / SINGLE, 100), "not a safetensors file, or cut short (100 bytes)"),
     "too long": (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes() + b"?"), "too long"),
@@ -366,3 +374,11 @@ def test_shards_that_are_not_all_there(sharded: Path) -> None:
     assert f"says that {lost} is in" in refused(sharded)
     index.write_text(kept)
     assert looks.look(str(sharded))
+
+
+def test_a_file_or_the_folder_above_is_named(folder: Path) -> None:
+    for path, words in ((folder / SINGLE, f"a file; name its folder, {folder}"),
+                        (folder.parent, "holds no checkpoint, but my-model in it has a config.json")):
+        with pytest.raises(ModelError) as caught:
+            looks.look(str(path))
+        assert words in caught.value.message

@@ -48,6 +48,7 @@ def check(config: Fields) -> None:
     if rows != hidden:
         raise ModelError(f"{config.path}: vision_config.{name} is {rows}, but the language model's hidden_size is "
                          f"{hidden}; take the file of the original checkpoint")
+    _heads(kind, text, vision)
     _attention(text)
     _text_rope(kind, text)
     if vision.get("rope_parameters") is not None:
@@ -79,6 +80,20 @@ def _types(fields: Fields) -> None:
 def _side(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return bool(values) and all(type(item) is int and item > 0 for item in values)
+
+
+def _heads(kind: str, text: Fields, vision: Fields) -> None:
+    """Heads must divide what they are heads of; the tower's positions halve a head twice."""
+    sizes, width = VISION_DEFAULTS[kind], "embed_dim" if kind == "qwen2_vl" else "hidden_size"
+    if vision.whole(width, sizes[width], least=1) % (4 * vision.whole("num_heads", sizes["num_heads"], least=1)):
+        raise vision.wrong("num_heads", f"a number whose fourfold divides {width}")
+    sizes = TEXT_DEFAULTS[kind]
+    heads = text.whole("num_attention_heads", sizes["num_attention_heads"], least=1)
+    if kind != "qwen3_vl" and text.whole("hidden_size", sizes["hidden_size"], least=1) % (2 * heads):
+        raise text.wrong("num_attention_heads", "a number whose double divides hidden_size")
+    absent = heads if text.has("num_key_value_heads") else sizes["num_key_value_heads"]
+    if heads % text.whole("num_key_value_heads", absent, least=1):
+        raise text.wrong("num_key_value_heads", f"a number that divides num_attention_heads, {heads},")
 
 
 def _attention(text: Fields) -> None:

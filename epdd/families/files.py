@@ -101,6 +101,6 @@ class Fields:
     def wrong(self, key: str, wanted: str) -> ModelError:
         """That `key` is missing, or is not what is `wanted`."""
         value = self._data.get(key)
-        have = "is missing" if value is None else f"is {json.dumps(value)[:80]}"
+        have = "is missing" if key not in self._data else f"is {json.dumps(value)[:80]}"
         return ModelError(f"{self.path}: {self._prefix}{key} {have}; {wanted} is expected, as in the original "
                           "checkpoint")

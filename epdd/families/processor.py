@@ -11,6 +11,9 @@ from epdd.families.files import Fields
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3         # as Pillow and transformers number it
+# Absent, these have a default; null, transformers takes them as false, or fails at the first image.
+NEVER_NULL = ("do_resize", "do_rescale", "do_normalize", "resample", "rescale_factor", "image_mean", "image_std",
+              "patch_size", "merge_size", "temporal_patch_size")
 KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor")
 
 
@@ -37,6 +40,9 @@ def load(root: Path, vision: Fields) -> Processor:
     kind = fields.get("image_processor_type")
     if kind is not None and kind not in KINDS:
         raise ModelError(f"{fields.path}: image_processor_type {kind!r} is not served; epdd serves {', '.join(KINDS)}")
+    for key in NEVER_NULL:
+        if fields.has(key) and fields.get(key) is None:
+            raise fields.wrong(key, "a value")
     if not fields.flag("do_resize", True):
         raise ModelError(f"{fields.path}: do_resize is false, which is not served: images come in all sizes; "
                          "set it to true, or remove it")

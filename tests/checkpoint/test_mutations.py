@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -18,6 +19,18 @@ from tests.checkpoint.mutations import Served, Truth, mutate
 COUNT = 200
 LOOK_S = 2.0        # of CPU time, which a busy machine does not stretch
 NAMES = ("config.json", "safetensors", "tokenizer.json", "chat_template.jinja", "chat_template.json")
+
+
+def newest(whole: Path, folder: Path) -> Path:
+    """A copy as transformers 5 writes a processor: one file, with all that it knows."""
+    shutil.copytree(whole, folder)
+    image = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").unlink()
+    image |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+              "rescale_factor": 1 / 255, "data_format": "channels_first"}
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor",
+                                                              "image_processor": image}))
+    return folder
 
 
 def check(folder: Path, whole: Path) -> str:
@@ -43,6 +56,7 @@ def test_each_is_served_rightly_or_refused_by_name(checkpoint: Callable[..., str
     wholes = [Path(checkpoint(*asked, **options)) for asked, options in (
         (("qwen2_vl",), {}), (("qwen2_5_vl",), {}), (("qwen3_vl",), {}), (("qwen3_vl",), {"shards": 3}),
         (("qwen2_5_vl",), {"tie": True}))]
+    wholes.append(newest(wholes[2], tmp_path / "newest"))
     ends: Counter[str] = Counter()
     for seed in range(COUNT):
         rng = random.Random(seed)

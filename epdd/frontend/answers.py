@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerFailed
 from epdd.families.vocabulary import Vocabulary
@@ -173,14 +175,14 @@ class Whole:
         self._wants_logprobs = options.logprobs
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._reasonings: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[list[_Json]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[Any]] = [[] for _ in range(choices)]     # what `_kept` makes of them
         self._reasons: list[str | None] = [None] * choices
         self._calls: list[list[_Json]] = [[] for _ in range(choices)]
 
     def add(self, delta: Delta) -> None:
         self._texts[delta.index].append(delta.text)
         self._reasonings[delta.index].append(delta.reasoning)
-        self._logprobs[delta.index] += delta.logprobs
+        self._logprobs[delta.index] += self._kept(delta)
         self._reasons[delta.index] = delta.finish_reason
         calls = self._calls[delta.index]
         for call in delta.calls:
@@ -189,6 +191,10 @@ class Whole:
             else:
                 calls[call.index]["function"]["arguments"] += call.arguments
 
+    def _kept(self, delta: Delta) -> list[Any]:
+        """Its log probabilities, as JSON already: at the end of a long answer all at once would hold the event loop."""
+        return [orjson.Fragment(orjson.dumps(entry)) for entry in delta.logprobs]
+
     def body(self, head: _Json, usage: _Json) -> _Json:
         choices = [{"index": index, **self._said("".join(text), logprobs, calls, "".join(reasoning)),
                     "finish_reason": reason}
@@ -196,7 +202,7 @@ class Whole:
                        zip(self._texts, self._logprobs, self._calls, self._reasonings, self._reasons))]
         return {**head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json], reasoning: str) -> _Json:
+    def _said(self, text: str, logprobs: list[Any], calls: list[_Json], reasoning: str) -> _Json:
         return {"message": _message(text, calls, reasoning),
                 "logprobs": {"content": logprobs, "refusal": None} if self._wants_logprobs else None}
 

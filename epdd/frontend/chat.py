@@ -35,7 +35,7 @@ class ChatCompletions(Completions):
         own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._body(http, record, reading, stack)
-            chat, conversation = openai.parse(body, context.family, context.model_names, context.config.server.strict)
+            chat, conversation = await self._parsed(openai.parse, body)
             del body
             await structured.check(chat.structure, self._executor)
             salt = context.keys.salt(http, chat.cache_salt)

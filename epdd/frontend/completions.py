@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -22,6 +22,7 @@ from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import bad_words, faults, ids
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole, total_usage
 from epdd.frontend.body import Bodies
+from epdd.frontend.bulk import Limits
 from epdd.frontend.context import Context
 from epdd.frontend.media import Held
 from epdd.frontend.metrics import Record
@@ -29,6 +30,12 @@ from epdd.frontend.openai import Options
 from epdd.frontend.prompt import Prompt, PromptMaker
 from epdd.frontend.sse import ClientGone, EventStream
 from epdd.wire import Sampling, Tokens
+
+
+T = TypeVar("T")
+
+INLINE_BYTES = 64 << 10     # of JSON, parsed in a millisecond or two
+_AT_ONCE = 32               # parts of an answer that are put together before others get their turn
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Completions(ABC):
         self._prompts = prompts
         self._vocabulary = vocabulary
         self._executor = executor
+        self._limits = limits_of(context)
 
     async def answer(self, http: web.Request) -> web.StreamResponse:
         deadline = deadline_of(self._context)
@@ -119,6 +127,12 @@ class Completions(ABC):
         stack.enter_context(self._context.admission.enter())
         record.accept()
         return body
+
+    async def _parsed(self, parse: Callable[..., T], body: bytearray) -> T:
+        """What `parse` of `openai.py` makes of a body."""
+        context = self._context
+        asked = (context.family, context.model_names, context.config.server.strict, self._limits)
+        return await off_loop(self._executor, len(body), parse, body, *asked)
 
     @abstractmethod
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
@@ -189,7 +203,9 @@ class Completions(ABC):
                     self._context.history.answered(part.request.id)
                     break
         assert answers.ended, "the pipeline ended before its last Done"
-        for delta in kept:
+        for count, delta in enumerate(kept):
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)      # a long answer with logprobs is half a second of work
             yield delta
 
 
@@ -223,6 +239,18 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
+    """`work(*args)`, in a thread if its input of `size` bytes is so large that others would wait for the event loop."""
+    if size <= INLINE_BYTES:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+
+
+def limits_of(context: Context) -> Limits:
+    """What a body may hold."""
+    return Limits.of(context.family.context_max, context.config.media.file_bytes_max)
 
 
 def deadline_of(context: Context) -> float:

@@ -15,6 +15,7 @@ import msgspec
 from epdd.errors import BadRequest, NotFound
 from epdd.families import Family
 from epdd.frontend import reading, structured
+from epdd.frontend.bulk import Limits
 from epdd.frontend.messages import Conversation, conversation
 from epdd.frontend.schema import PROMPTS_MAX, ChatBody, CompletionBody, Generation, PixelLimits, StreamOptions
 from epdd.frontend.structured import Structure
@@ -58,13 +59,13 @@ class Chat(Options):
 Prompt = str | list[int]
 
 
-def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False
-          ) -> tuple[Chat, Conversation]:
+def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False,
+          limits: Limits = Limits()) -> tuple[Chat, Conversation]:
     """A chat completion's body.  `models` are the names this model has, the first for who names none.
 
     Raises BadRequest with `param`, or NotFound for another model's name.
     """
-    asked, ignored = reading.parse(body, ChatBody, strict)
+    asked, ignored = reading.parse(body, ChatBody, strict, limits)
     model = check_model(asked.model, models)
     structure = structured.parse(msgspec.structs.asdict(asked))
     said = conversation(asked, structure.tools)
@@ -77,10 +78,10 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
                 max_pixels=high, ignored=ignored), said
 
 
-def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False
-               ) -> tuple[Options, list[Prompt]]:
+def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False,
+               limits: Limits = Limits()) -> tuple[Options, list[Prompt]]:
     """A text completion's body.  Raises as `parse` does."""
-    asked, ignored = reading.parse(body, CompletionBody, strict)
+    asked, ignored = reading.parse(body, CompletionBody, strict, limits)
     model = check_model(asked.model, models)
     structure = structured.parse(msgspec.structs.asdict(asked))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
@@ -92,7 +93,7 @@ def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], s
 
 
 def _prompts(prompt: str | list[int | str | list[int]], family: Family) -> list[Prompt]:
-    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+    if isinstance(prompt, str) or {*map(type, prompt)} == {int}:      # in one go: it may have a million
         prompt = [prompt]   # type: ignore[list-item]
     prompts: list[Prompt] = []
     for item in prompt:

@@ -30,6 +30,8 @@ from epdd.frontend.reasoning import Thinking, think_tokens, thinking
 from epdd.wire import Sampling
 
 _INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
+_MESSAGE_CHARS = 64         # of text whose tokenising takes as long as the template takes for one message or part
+_STEP_CHARS = 1 << 20       # searched for control tokens before other threads get their turn
 _STAND_INS = 0xDC00         # first lone low surrogate
 
 
@@ -98,27 +100,33 @@ class PromptMaker:
 
     async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
         """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""
+        if _small(conversation):
+            return self._made(conversation, images, context_max)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._made, conversation, images, context_max)
+
+    def _made(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
         text = self._template.render(conversation, self._shielded)
-        # One token holds so many characters at most: far too long a text is not worth the tokenising.
-        least = len(text) // self._chars_max
-        if least > context_max:
-            raise _too_long(context_max, f"at least {least}", "messages")
-        if len(text) < _INLINE_CHARS:
-            return self._tokenise(text, images)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise, text, images)
+        self._check(text, context_max, "messages")
+        return self._tokenise(text, images, context_max)
 
     async def plain(self, text: str, context_max: int) -> Prompt:
         """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
         their placeholders stay text.  Raises ContextLength."""
+        self._check(text, context_max, "prompt")
+        if len(text) < _INLINE_CHARS:
+            return self._tokenise_plain(text, context_max)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._tokenise_plain, text, context_max)
+
+    def _check(self, text: str, context_max: int, param: str) -> None:
+        # One token holds so many characters at most: far too long a text is not worth the tokenising.
         least = len(text) // self._chars_max
         if least > context_max:
-            raise _too_long(context_max, f"at least {least}", "prompt")
-        if len(text) < _INLINE_CHARS:
-            return self._tokenise_plain(text)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise_plain, text)
+            raise _too_long(context_max, f"at least {least}", param)
 
-    def _tokenise(self, text: str, images: Sequence[Image]) -> Prompt:
-        pieces = self._split.split(text)    # run, control, run, control, ..., run
+    def _tokenise(self, text: str, images: Sequence[Image], context_max: int) -> Prompt:
+        pieces = self._pieces(self._split, text, context_max, "messages")
         controls = [self._controls[piece] for piece in pieces[1::2]]
         if controls.count(self._image) != len(images):
             raise BadRequest("The model's chat template cannot show every image of these messages; "
@@ -137,8 +145,25 @@ class PromptMaker:
             tokens += run.ids
         return Prompt(tokens, spans, thinking=thinking(self._think_tokens, text))
 
-    def _tokenise_plain(self, text: str) -> Prompt:
-        pieces = self._split_plain.split(text)
+    def _pieces(self, split: re.Pattern[str], text: str, context_max: int, param: str) -> list[str]:
+        """Run, control, run, control, ..., run.  In steps: a search holds the interpreter, and a long text at once
+        would stop the event loop."""
+        pieces, begun, at = list[str](), 0, 0
+        while at < len(text):
+            stop = at + _STEP_CHARS
+            # Far enough that a token which begins within the step is not seen as a shorter one.
+            found = split.search(text, at, stop + self._chars_max)
+            if found is None or found.start() >= stop:
+                at = stop
+                continue
+            pieces += text[begun:found.start()], found[0]
+            begun = at = found.end()
+            if len(pieces) > 2 * context_max:
+                raise _too_long(context_max, f"at least {len(pieces) // 2}", param)
+        return [*pieces, text[begun:]]
+
+    def _tokenise_plain(self, text: str, context_max: int) -> Prompt:
+        pieces = self._pieces(self._split_plain, text, context_max, "prompt")
         runs = self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
         tokens: list[int] = list(runs[0].ids)
         for piece, run in zip(pieces[1::2], runs[1:]):
@@ -162,6 +187,19 @@ class PromptMaker:
         for char, stand_in in self._stand_ins:
             run = run.replace(stand_in, char)
         return run
+
+
+def _small(conversation: Conversation) -> bool:
+    """Whether rendering and tokenising it takes a few milliseconds at most."""
+    chars = 0
+    for message in conversation.messages:
+        if message.fields:      # may hold anything
+            return False
+        parts = (message.content,) if isinstance(message.content, str) else message.content
+        chars += _MESSAGE_CHARS * (1 + len(parts)) + sum(len(part) for part in parts if isinstance(part, str))
+        if chars > _INLINE_CHARS:
+            return False
+    return not conversation.tools
 
 
 def _family_ids(family: Family) -> tuple[int, int, int]:

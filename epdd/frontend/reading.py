@@ -16,9 +16,14 @@ import orjson
 from msgspec import inspect
 
 from epdd.errors import BadRequest
-from epdd.frontend import fields
+from epdd.frontend import bulk, fields
+from epdd.frontend.bulk import Limits
 
-ELEMENTS_MAX = 1_000_000    # of the JSON: each takes up to 60 times its bytes in memory
+WORK_MAX = 800_000          # what parsing may cost, by the weights below: 50 ms
+FIELDS_MAX = 1000           # of the body itself
+# Objects and lists cost the most, names of objects next; a number is cheap.  Marks inside text count as well: log lines
+# or JSON that fill a context of 256,000 tokens stay below the limit.
+_WEIGHTS = ((b"[", 9), (b"{", 9), (b":", 3), (b'"', 1), (b'\\"', -1), (b",", 1))
 _NAME_CHARS_MAX = 100       # of what a message quotes
 _VALUE_OF = "a value of "
 
@@ -28,26 +33,39 @@ _FIELD = re.compile(r"(?:missing required|unknown) field `(?P<name>.*?)`(?: - at
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
-def parse(body: bytes | bytearray, kind: type[T], strict: bool) -> tuple[T, tuple[str, ...]]:
+def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: Limits = Limits()
+          ) -> tuple[T, tuple[str, ...]]:
     """The body and the names of its fields that have no effect.
 
-    Raises BadRequest with `param`; if `strict`, for fields that nobody knows too.
+    Raises BadRequest with `param`; if `strict`, for fields that nobody knows too.  Raises ContextLength or MediaError
+    if its text or an image is over `limits`.
     """
-    # Text and base64 of real requests hold few of these marks; a body of nothing else would fill the memory.
-    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > ELEMENTS_MAX:
-        raise BadRequest(f"The body has over {ELEMENTS_MAX} JSON elements")
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        # The decoder's message holds no input, only what is wrong and where.
-        raise BadRequest(f"The body is not valid JSON: {error.msg} (byte {error.pos})") from None
+    lifted = bulk.lift(body, limits)
+    data = _loads(lifted)
+    if not lifted.put_back(data):
+        # What begins like an image and stands elsewhere is text as any other.
+        if len(body) > limits.text_bytes:
+            raise BadRequest("A data: URL stands where no image can be")
+        data = _loads(bulk.Lifted(body))
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object")
+    if len(data) > FIELDS_MAX:
+        raise BadRequest(f"The body has over {FIELDS_MAX} fields")
     ignored = fields.ignored(data, kind.__struct_fields__, strict)
     try:
         return msgspec.convert(data, kind), ignored
     except msgspec.ValidationError as error:
         _refuse(str(error), kind, data)
+
+
+def _loads(lifted: bulk.Lifted) -> Any:
+    if sum(weight * lifted.text.count(mark) for mark, weight in _WEIGHTS) > WORK_MAX:
+        raise BadRequest("The body has too many JSON elements")
+    try:
+        return orjson.loads(lifted.text)
+    except orjson.JSONDecodeError as error:
+        # The decoder's message holds no input, only what is wrong and where.
+        raise BadRequest(f"The body is not valid JSON: {error.msg} (byte {lifted.place(error.pos)})") from None
 
 
 @dataclass

@@ -23,7 +23,7 @@ BAD_WORDS_MAX = 128
 ALLOWED_IDS_MAX = 1 << 17   # 1 MB on the way to a worker
 MESSAGES_MAX = 10_000       # each costs the event loop microseconds, and the context a few tokens
 PARTS_MAX = 10_000          # of one message
-DETOKENIZE_MAX = 1 << 20    # tokens
+DETOKENIZE_MAX = 1 << 19    # tokens
 
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]

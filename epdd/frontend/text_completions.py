@@ -6,6 +6,7 @@ from collections import defaultdict
 from contextlib import AsyncExitStack
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from epdd.dispatch.request import Request
@@ -23,8 +24,12 @@ class TextWhole(Whole):
 
     kind = "text_completion"
 
-    def _said(self, text: str, logprobs: list[_Json], calls: list[_Json], reasoning: str) -> _Json:
-        return {"text": text, "logprobs": _marks(logprobs, 0) if self._wants_logprobs else None}
+    def _kept(self, delta: Delta) -> list[Any]:
+        return [(entry["token"], entry["logprob"], orjson.Fragment(orjson.dumps(_top(entry))))
+                for entry in delta.logprobs]
+
+    def _said(self, text: str, logprobs: list[Any], calls: list[_Json], reasoning: str) -> _Json:
+        return {"text": text, "logprobs": _lists(logprobs, 0) if self._wants_logprobs else None}
 
 
 class TextChunks(Chunks):
@@ -44,17 +49,22 @@ class TextChunks(Chunks):
 
 
 def _marks(entries: list[_Json], offset: int) -> _Json:
-    """Log probabilities in lists, as this endpoint has them; the text before them has `offset` characters."""
+    return _lists([(entry["token"], entry["logprob"], _top(entry)) for entry in entries], offset)
+
+
+def _top(entry: _Json) -> _Json:
+    return {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+
+
+def _lists(entries: list[tuple[str, float, Any]], offset: int) -> _Json:
+    """(token, log probability, the best) in lists, as this endpoint has them; the text before them has `offset`
+    characters."""
     offsets = []
-    for entry in entries:
+    for token, _, _ in entries:
         offsets.append(offset)
-        offset += len(entry["token"])
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
-        "text_offset": offsets,
-    }
+        offset += len(token)
+    return {"tokens": [token for token, _, _ in entries], "token_logprobs": [value for _, value, _ in entries],
+            "top_logprobs": [top for _, _, top in entries], "text_offset": offsets}
 
 
 class TextCompletions(Completions):
@@ -69,7 +79,7 @@ class TextCompletions(Completions):
         own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._body(http, record, reading, stack)
-            options, texts = openai.parse_text(body, context.family, context.model_names, context.config.server.strict)
+            options, texts = await self._parsed(openai.parse_text, body)
             del body
             await structured.check(options.structure, self._executor)
             salt = context.keys.salt(http, options.cache_salt)

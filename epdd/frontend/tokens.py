@@ -13,7 +13,7 @@ from aiohttp import web
 from epdd.errors import BadRequest
 from epdd.frontend import openai, reading, structured
 from epdd.frontend.body import Bodies
-from epdd.frontend.completions import deadline_of, until
+from epdd.frontend.completions import INLINE_BYTES, deadline_of, limits_of, off_loop, until
 from epdd.frontend.context import Context
 from epdd.frontend.media import Media
 from epdd.frontend.messages import conversation
@@ -35,6 +35,7 @@ class TokenPages:
         self._media = media
         self._prompts = prompts
         self._executor = executor
+        self._limits = limits_of(context)
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """As the completion endpoints would; images are read for their size alone."""
@@ -43,10 +44,10 @@ class TokenPages:
             if (asked.prompt is None) == (asked.messages is None):
                 raise BadRequest("Either prompt or messages must be given", param="prompt")
             prompt = await self._prompt(asked, stack)
-            text = self._prompts.tokenizer.id_to_token
-            return _json(Tokenized(
-                count=len(prompt.tokens), max_model_len=self._context.context_max(), tokens=prompt.tokens,
-                token_strs=[text(token) or "" for token in prompt.tokens] if asked.return_token_strs else None))
+            texts = await off_loop(self._executor, len(prompt.tokens), self._texts, prompt.tokens) \
+                if asked.return_token_strs else None
+            return _json(Tokenized(count=len(prompt.tokens), max_model_len=self._context.context_max(),
+                                   tokens=prompt.tokens, token_strs=texts))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """The tokens' text, control tokens included."""
@@ -64,17 +65,24 @@ class TokenPages:
         context_max = self._context.context_max()
         if asked.prompt is not None:
             return await self._prompts.plain(asked.prompt, context_max)
-        said = conversation(asked, structured.parse(msgspec.structs.asdict(asked)).tools)
+        structure = await off_loop(self._executor, INLINE_BYTES + 1 if asked.tools else 0, structured.parse,
+                                   msgspec.structs.asdict(asked))
+        said = conversation(asked, structure.tools)
         low, high = openai.pixels(asked.mm_processor_kwargs, self._context.family)
         held = await stack.enter_async_context(self._media.images(said.images, low, high))
         return await self._prompts.make(said, held.images, context_max)
+
+    def _texts(self, tokens: list[int]) -> list[str]:
+        return [self._prompts.tokenizer.id_to_token(token) or "" for token in tokens]
 
     def _text(self, tokens: list[int]) -> str:
         return self._prompts.tokenizer.decode(tokens, skip_special_tokens=False)
 
     async def _read(self, http: web.Request, kind: type[T], stack: AsyncExitStack) -> T:
         body = await self._bodies.read(http, stack)
-        asked, ignored = reading.parse(body, kind, self._context.config.server.strict)
+        asked: T
+        asked, ignored = await off_loop(self._executor, len(body), reading.parse, body, kind,
+                                        self._context.config.server.strict, self._limits)
         openai.check_model(asked.model, self._context.model_names)
         self._context.stats.ignored_fields += len(ignored)
         return asked

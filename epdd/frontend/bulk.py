@@ -1,0 +1,153 @@
+"""The files in a request's JSON, taken out before it is parsed.
+
+A parser holds the interpreter, and with it the event loop, from a body's first byte to its last: a second for 128 MiB.
+All that can honestly be large in a body are images in base64, and those need no parser.  So they are lifted out in
+steps, and what is left, the text, is bounded by what a prompt can hold.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from epdd.errors import ContextLength, MediaError
+
+TEXT_BYTES = 8 << 20        # that any model may be sent; parsed in 15 ms
+TEXT_BYTES_MAX = 16 << 20   # however long its context is
+TOKEN_BYTES = 32            # of JSON for a token of context: escaped as \\uXXXX, a rare script takes half of it
+_LEAST = 16 << 10           # shorter URLs are parsed with the rest
+_STEP = 4 << 20             # bytes looked at before other threads get their turn
+_TRIED_MAX = 10_000         # strings looked at; what comes after is text
+_OPEN = b'"data:'
+_ESCAPES = ((b"\\/", b"/"), (b"\\n", b"\n"), (b"\\r", b"\r"), (b"\\t", b"\t"))     # that base64 may come with
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a body may hold."""
+
+    text_bytes: int = TEXT_BYTES            # besides images
+    file_bytes: int = 32 << 20              # of an image file
+
+    @classmethod
+    def of(cls, context_max: int, file_bytes: int) -> Limits:
+        """For a model of such a context, in tokens."""
+        return cls(min(max(TEXT_BYTES, TOKEN_BYTES * context_max), TEXT_BYTES_MAX), file_bytes)
+
+
+@dataclass
+class Lifted:
+    """A body's JSON with a short mark in place of each large data: URL."""
+
+    text: bytes | bytearray
+    urls: dict[str, str] = field(default_factory=dict)      # by their marks
+    cuts: list[tuple[int, int]] = field(default_factory=list)   # (place in the text, bytes left out there)
+
+    def place(self, at: int) -> int:
+        """The byte of the body that is the text's byte `at`."""
+        return at + sum(left_out for cut, left_out in self.cuts if cut <= at)
+
+    def put_back(self, data: Any) -> bool:
+        """Put the URLs where messages have images; False if one stood anywhere else."""
+        left = set(self.urls)
+        for holder, key in _images(data) if left else ():
+            if isinstance(url := holder[key], str) and url in self.urls:
+                holder[key] = self.urls[url]
+                left.discard(url)
+        return not left
+
+
+def lift(body: bytes | bytearray, limits: Limits) -> Lifted:
+    """Take out what is large and looks like an image.  Raises ContextLength if what is left is too much, MediaError
+    for an image that is."""
+    if len(body) < 2 * _LEAST:
+        return Lifted(body)
+    nonce = secrets.token_hex(8)        # no text of the request can be taken for a mark
+    found, pieces = Lifted(b""), list[bytes | bytearray]()
+    begun = at = size = tried = 0
+    while at < len(body) and tried < _TRIED_MAX:
+        start = body.find(_OPEN, at, at + _STEP + len(_OPEN))
+        if start < 0:
+            at += _STEP
+            _check(size + min(at, len(body)) - begun, limits)
+            continue
+        tried += 1
+        at = start + 1
+        if _escaped(body, start):
+            continue
+        at = end = _closing(body, start + 1)
+        if end - start < _LEAST or _escaped(body, end) or (url := _plain(body, start + 1, end, limits)) is None:
+            continue
+        mark = f"data:{nonce},{len(found.urls)}"
+        found.urls[mark] = url
+        pieces += body[begun:start + 1], mark.encode()
+        size += start + 1 - begun + len(mark)
+        _check(size, limits)
+        found.cuts.append((size, end - start - 1 - len(mark)))
+        begun = end
+    if not found.urls:
+        _check(len(body), limits)
+        return Lifted(body)
+    _check(size + len(body) - begun, limits)
+    found.text = b"".join((*pieces, body[begun:]))
+    return found
+
+
+def _images(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Where a body may have images: (object or list, key) of each."""
+    messages = data.get("messages") if isinstance(data, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and "image_url" in part:
+                image = part["image_url"]
+                yield (image, "url") if isinstance(image, dict) and "url" in image else (part, "image_url")
+
+
+def _closing(body: bytes | bytearray, start: int) -> int:
+    """The next quotation mark, or the body's end.  Where an escaped one comes first there is no URL."""
+    for at in range(start, len(body), _STEP):
+        if (end := body.find(b'"', at, at + _STEP)) >= 0:
+            return end
+    return len(body)
+
+
+def _escaped(body: bytes | bytearray, at: int) -> bool:
+    """Whether an odd number of backslashes stands before."""
+    first = at
+    while first and body[first - 1] == 0x5c:
+        first -= 1
+        if at - first > 64:     # in no URL, and too dear to count on
+            return True
+    return (at - first) % 2 == 1
+
+
+def _plain(body: bytes | bytearray, start: int, end: int, limits: Limits) -> str | None:
+    """The URL that JSON spells there; None if it has escapes or letters that no base64 needs."""
+    if end - start > limits.file_bytes * 2 + _LEAST:    # escaped letter by letter, base64 has 2.7 bytes for each
+        raise MediaError(f"The image file is over the limit of {limits.file_bytes} bytes", code="image_file_too_large",
+                         param="messages")
+    pieces = []
+    while start < end:
+        stop = min(start + _STEP, end)
+        if stop < end and body[stop - 1] == 0x5c:
+            stop += 1
+        piece = body[start:stop]
+        if b"\\" in piece:
+            for escape, letter in _ESCAPES:
+                piece = piece.replace(escape, letter)
+            if b"\\" in piece:
+                return None
+        if not piece.isascii():
+            return None
+        pieces.append(piece)
+        start = stop
+    return b"".join(pieces).decode("ascii")
+
+
+def _check(size: int, limits: Limits) -> None:
+    if size > limits.text_bytes:
+        raise ContextLength(f"The request has over {limits.text_bytes} bytes besides its images, more than a prompt of "
+                            "this model can hold. Please reduce its length.")

@@ -1,0 +1,197 @@
+"""Large requests keep nobody waiting: neither the event loop's thread nor a call in another works long in one go.
+
+Other threads hold the interpreter, and with it the event loop, for as long as a call into C lasts.  All is counted in
+CPU time of its thread, which a busy machine does not change much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epdd.errors import BadRequest, ContextLength, MediaError, RequestError
+from epdd.frontend import bulk
+from epdd.frontend.bulk import Limits, lift
+from epdd.frontend.reading import parse
+from epdd.frontend.schema import ChatBody
+
+from .house import House, hosted
+
+HOLD_S = 0.05
+_FREE = {"encode_batch_fast"}       # lets others run, as its name in the library's sources says
+
+
+class Holds:
+    """The longest time of one go: of the loop's thread between two looks, of a call into C in other threads."""
+
+    def __init__(self) -> None:
+        self.loop = 0.0
+        self.calls: dict[str, float] = {}
+        self._local = threading.local()
+
+    async def look(self) -> None:
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            self.loop = max(self.loop, time.thread_time() - began)
+
+    def profile(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call":
+            self._local.began = time.thread_time()
+        elif event == "c_return" and getattr(self._local, "began", None) is not None:
+            name = function.__name__
+            if name not in _FREE:
+                self.calls[name] = max(self.calls.get(name, 0.0), time.thread_time() - self._local.began)
+            self._local.began = None
+        elif event == "call":
+            self._local.began = None        # not a call that ends in C
+
+
+@contextmanager
+def watched() -> Iterator[Holds]:
+    holds = Holds()
+    gc.collect()
+    gc.freeze()         # as the daemon at its start: a test's process has far more objects
+    threading.setprofile(holds.profile)
+    try:
+        yield holds
+    finally:
+        threading.setprofile(None)
+        gc.unfreeze()
+
+
+def talk(content: bytes, **fields: Any) -> bytes:
+    more = b"".join(b',"%b":%b' % (name.encode(), json.dumps(value).encode()) for name, value in fields.items())
+    return b'{"messages":[{"role":"user","content":%b}]%b}' % (content, more)
+
+
+def text(letters: str, size: int) -> bytes:
+    return b'"' + letters.encode() * (size // len(letters.encode())) + b'"'
+
+
+MIB = 1 << 20
+LARGE = {
+    "100 MB of text": lambda: talk(text("a ", 100 * MIB)),
+    "100 MB of control tokens": lambda: talk(text("<|im_start|>", 100 * MIB)),
+    "60 MB of escapes": lambda: talk(text("\\u0344", 60 * MIB)),
+    "60 MB of quotes": lambda: talk(text('\\"data:', 60 * MIB)),
+    "60 MB of backslashes": lambda: talk(text("\\\\", 60 * MIB)),
+    "a tool's description of 50 MB": lambda: talk(b'"hi"', tools=[{"type": "function", "function": {
+        "name": "f", "description": "x" * 50 * MIB, "parameters": {"type": "object"}}}]),
+    "a data: URL of 120 MB": lambda: talk(b'[{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}]'
+                                          % (b"QUJD" * 30 * MIB)),
+    "a data: URL of 60 MB as text": lambda: talk(b'"data:image/png;base64,%b"' % (b"QUJD" * 15 * MIB)),
+    "an image of 40 MB, escaped": lambda: talk(b'[{"type":"image_url","image_url":"data:image/png;base64,%b"}]'
+                                               % (b"QU\\/D" * 8 * MIB)),
+    "8 MB of text": lambda: talk(text("a ", 8 * MIB - 100)),
+    "8 MB of control tokens": lambda: talk(text("<|im_start|>", 8 * MIB - 100)),
+    "8 MB of emoji": lambda: talk(text("🫠", 8 * MIB - 100)),
+    "8 MB of accents": lambda: talk(text("\\u0344", 8 * MIB - 100)),
+    "a tool's description of 7 MB": lambda: talk(b'"hi"', tools=[{"type": "function", "function": {
+        "name": "f", "description": "é" * 3 * MIB, "parameters": {"type": "object"}}}]),
+    "a schema of 7 MB": lambda: talk(b'"hi"', response_format={"type": "json_schema", "json_schema": {
+        "name": "x", "schema": {"type": "object", "description": "x" * 7 * MIB}}}),
+    "numbers": lambda: b'{"prompt":[' + b"151643," * 780_000 + b"7]}",
+    "lists": lambda: talk(b"[" + b"[]," * 79_000 + b"[]]"),
+    "names": lambda: b'{"messages":[],"x":{' + b",".join(b'"%x":0' % n for n in range(130_000)) + b"}}",
+    "fields": lambda: b"{" + b",".join(b'"%x":0' % n for n in range(130_000)) + b"}",
+    "parts": lambda: talk(b"[" + b",".join([b'{"type":"text","text":"a"}'] * 9_999) + b"]"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_bodies_hold_nobody(family: Any, name: str) -> None:
+    body = LARGE[name]()
+
+    @hosted()
+    async def test(house: House) -> None:
+        path = "/v1/completions" if body.startswith(b'{"prompt"') else "/v1/chat/completions"
+        assert (await house.chat()).status == 200       # what is made once is made
+        with watched() as holds:
+            look = asyncio.create_task(holds.look())
+            async with house.http.post(house.url + path, data=pieces(body)) as answer:
+                assert answer.status == 400, await answer.text()
+                found = await answer.json()
+            look.cancel()
+        assert len(found["error"]["message"]) < 300
+        assert house.context.stats.gauges["bodies"]() == 0
+        assert holds.loop < HOLD_S and max(holds.calls.values(), default=0.0) < HOLD_S, (holds.loop, holds.calls)
+
+    test(family)
+
+
+async def pieces(body: bytes) -> Any:
+    """The client shares the loop's thread: in small steps it does not count."""
+    for at in range(0, len(body), 1 << 18):
+        yield body[at:at + (1 << 18)]
+        await asyncio.sleep(0)
+
+
+# --- taking images out of the JSON
+
+URL = "data:image/png;base64," + "QUJD" * (6 << 10)
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@given(st.lists(st.one_of(
+    st.builds(lambda n, rest: image(URL[:-n] + rest), st.integers(1, 4),
+              st.sampled_from(("", "=", "/+", "\n", "é", "\\"))),
+    st.builds(lambda rest: {"type": "text", "text": rest + URL}, st.sampled_from(("", "x", '"', "\\", '\\"', "data:"))),
+    st.text(max_size=5).map(lambda text: {"type": "text", "text": text}),
+    st.just({"type": "image_url", "image_url": URL})), max_size=5), st.booleans(), st.booleans())
+def test_what_is_lifted_comes_back(parts: list[Any], slashes: bool, indented: bool) -> None:
+    """A body means the same, whatever is taken out of it meanwhile."""
+    data = {"messages": [{"role": "user", "content": parts}], "user": URL[:100], URL: 1}
+    body = json.dumps(data, ensure_ascii=False, indent=1 if indented else None).encode()
+    if slashes:
+        body = body.replace(b"/", b"\\/")
+    lifted = lift(body, Limits())
+    assert len(lifted.text) + sum(len(url) for url in lifted.urls.values()) <= len(body) + 40 * len(lifted.urls)
+    asked, ignored = parse(body, ChatBody, False)
+    content = asked.messages[0].content
+    assert ignored == (URL, "user")
+    assert json.loads(json.dumps([_plain(part) for part in content or ()])) == parts
+
+
+def _plain(part: Any) -> Any:
+    if hasattr(part, "text"):
+        return {"type": "text", "text": part.text}
+    url = part.image_url
+    return image(url.url) if not isinstance(url, str) else {"type": "image_url", "image_url": url}
+
+
+def test_images_are_lifted_and_only_they() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [image(URL), image(URL + "A"), "text"]}]}).encode()
+    lifted = lift(body, Limits())
+    assert list(lifted.urls.values()) == [URL, URL + "A"] and len(lifted.text) < 400
+    data = orjson.loads(lifted.text)
+    assert lifted.put_back(data) and data == json.loads(body)
+    # Where the JSON breaks is told in bytes of what was sent.
+    with pytest.raises(BadRequest, match=f"byte {len(body) - 1}"):
+        parse(body[:-1] + b"!", ChatBody, False)
+
+
+@pytest.mark.parametrize(("body", "error"), [
+    (talk(text("x", 2000)), ContextLength), (talk(b'"%b"' % URL.encode()), BadRequest),
+    (talk(b'[{"type":"image_url","image_url":"data:,%b"}]' % (b"A" * 40_000)), MediaError)])
+def test_limits(body: bytes, error: type[RequestError], monkeypatch: Any) -> None:
+    monkeypatch.setattr(bulk, "_LEAST", 500)
+    with pytest.raises(error):
+        parse(body, ChatBody, False, Limits(text_bytes=1000, file_bytes=15_000))
+    assert Limits.of(4096, 5) == Limits(8 << 20, 5) and Limits.of(400_000, 5).text_bytes == 12_800_000
+    assert Limits.of(10_000_000, 5).text_bytes == 16 << 20

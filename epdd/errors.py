@@ -120,6 +120,13 @@ class TooLarge(RequestError):
     code = "request_too_large"
 
 
+class UnsupportedEncoding(RequestError):
+    """The body is compressed."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+
 class ContextLength(RequestError):
     """Prompt and answer do not fit the model's context."""
 

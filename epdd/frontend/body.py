@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from epdd.errors import BadRequest, Overloaded, RequestTimeout, TooLarge
+from epdd.errors import BadRequest, Overloaded, RequestError, RequestTimeout, TooLarge, UnsupportedEncoding
 from epdd.frontend import faults
 
 RATE_MIN = 512              # bytes a second below which a body is given up
@@ -31,10 +31,10 @@ class Bodies:
         """The body, counted as held until `stack` closes.
 
         Not by `http.read()`, which keeps it as long as the request lives.  Raises TooLarge as soon as it is
-        known, Overloaded if bodies fill their memory, RequestTimeout if it does not move, BadRequest if the transfer
-        is damaged.
+        known, UnsupportedEncoding for a compressed one, Overloaded if bodies fill their memory, RequestTimeout if it
+        does not move, BadRequest if the transfer is damaged.
         """
-        self._check(http.content_length or 0)
+        self._check_head(http)
         body = bytearray()
         counted = _Counted(self, self._stall_s)
         stack.callback(counted.give)
@@ -79,13 +79,19 @@ class Bodies:
     async def expect(self, http: web.Request) -> web.StreamResponse | None:
         """Answer `Expect: 100-continue`; a body that is too large is refused before it is sent."""
         try:
-            self._check(http.content_length or 0)
-        except TooLarge as error:
+            self._check_head(http)
+        except RequestError as error:
             return faults.response(error)
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # aiohttp takes bytes written for a begun response, after which it could not send another.
         http.writer.output_size = 0
         return None
+
+    def _check_head(self, http: web.Request) -> None:
+        encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise UnsupportedEncoding(f"The body is compressed (Content-Encoding: {encoding[:40]}); send it as it is")
+        self._check(http.content_length or 0)
 
     def _check(self, size: int) -> None:
         if size > self._each:

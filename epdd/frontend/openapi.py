@@ -49,8 +49,8 @@ class Operation:
     chunk: type[msgspec.Struct] | None = None       # of a stream
 
 
-_READING = (400, 404, 413, 429, 500, 504)           # whatever takes a body
-_WORKING = (400, 404, 413, 429, 500, 503, 504)      # and asks workers
+_READING = (400, 404, 413, 415, 429, 500, 504)           # whatever takes a body
+_WORKING = (400, 404, 413, 415, 429, 500, 503, 504)      # and asks workers
 
 OPERATIONS = (
     *(Operation("post", prefix + path, summary, answer, body, refusals, chunk=chunk)
@@ -76,6 +76,7 @@ _REFUSALS = {
     401: "The API key is missing or unknown",
     404: "No such model",
     413: "The body is over the limit",
+    415: "The body is compressed",
     429: "Too many requests; come back later",
     500: "A fault of the server, logged under the request id",
     503: "Not able to serve now; come back later",

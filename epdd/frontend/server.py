@@ -42,7 +42,9 @@ class Runner(web.AppRunner):
 
     def __init__(self, app: web.Application, stats: RequestStats, connections: Connections,
                  shutdown_timeout_s: float) -> None:
-        super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+        # Bodies stay packed: a megabyte can hold a gigabyte, and aiohttp would unpack it before anybody asks for it.
+        super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s,
+                         auto_decompress=False)
         self._stats = stats
         self._connections = connections
 

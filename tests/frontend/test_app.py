@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
@@ -352,13 +353,31 @@ def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, cap
     @hosted()
     async def test(house: House) -> None:
         answer = await raw(house, data)
-        assert answer.partition(b" ")[2].startswith(b"400 ")
+        status = 415 if b"Content-Encoding" in data else 400
+        assert answer.partition(b" ")[2].startswith(b"%d " % status)
         error = envelope(answer)
         assert error["type"] == "invalid_request_error" and b"sk-secret" not in answer
         assert b"x-request-id: " in answer and b"Server: epdd" in answer
         stats = house.context.stats
-        assert stats.statuses == {400: 1} and stats.errors == {error["code"]: 1}
+        assert stats.statuses == {status: 1} and stats.errors == {error["code"]: 1}
         assert (await house.chat()).status == 200 and house.door.inside == 0
 
     test(family)
     assert caplog.text == ""
+
+
+@hosted(server={"api_keys": ("sk-one",)})
+async def test_compressed_bodies_are_never_unpacked(house: House) -> None:
+    """A megabyte can hold a gigabyte: refused as they lie, with or without a key, on any path."""
+    packed = gzip.compress(bytes(8 << 20), 9)
+    for path, headers, status, code in (
+            ("/v1/chat/completions", {"Authorization": "Bearer sk-one"}, 415, "unsupported_encoding"),
+            ("/v1/chat/completions", {"Authorization": "Bearer sk-two"}, 401, "invalid_api_key"),
+            ("/nowhere", {"Authorization": "Bearer sk-one"}, 404, "not_found")):
+        async with house.http.post(house.url + path, data=packed,
+                                   headers={"Content-Encoding": "gzip", **headers}) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (status, code)
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    async with house.http.post(f"{house.url}/v1/chat/completions", data=body, headers={
+            "Content-Encoding": "identity", "Authorization": "Bearer sk-one"}) as answer:
+        assert answer.status == 200

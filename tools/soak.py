@@ -63,16 +63,13 @@ async def leavings(processes: list[psutil.Process], shared: set[str]) -> list[st
 
 
 async def beside_hostiles(subject: Subject, seconds: float, seed: int) -> list[str]:
-    # Large bodies come seldom: the first third shows what each of them needs, the rest whether that is all.  A run of
-    # some seconds shows neither, however long a busy machine takes for it.
-    memory, rests = Memory(seconds / 3 if seconds / 3 >= WARM_S else float("inf")), list[Rest]()
+    memory, rests = soak_segments.Floors(), list[Rest]()
 
     async def rest(load: Load) -> None:
         rests.append(await quiet(subject, load, memory, rests[0] if rests else None))
 
     complaints = await soak_segments.run(subject, seconds, seed, rest)
-    print(memory.told())
-    return complaints
+    return complaints + memory.grown(GROWTH_MAX)
 
 
 async def run(subject: Subject, seconds: float, every: float, seed: int) -> list[str]:
@@ -138,9 +135,7 @@ class Rest:
 class Memory:
     """Each process's resident memory, compared with what it was when it was warm."""
 
-    def __init__(self, warm_s: float = WARM_S) -> None:
-        """`warm_s`: the age from which a process is warm."""
-        self._warm_s = warm_s
+    def __init__(self) -> None:
         self._warm: dict[int, tuple[str, int]] = {}
         self._growth: dict[int, tuple[float, float]] = {}       # the most; the age when it was last looked at
 
@@ -150,7 +145,7 @@ class Memory:
         for name, pid in pids.items():
             size, age = resident_bytes(pid), time.time() - psutil.Process(pid).create_time()
             told.append(f"{name} {size / 1e6:.1f} MB")
-            if pid not in self._warm and age >= self._warm_s:
+            if pid not in self._warm and age >= WARM_S:
                 self._warm[pid] = name, size
             elif pid in self._warm:
                 growth = size / self._warm[pid][1]
@@ -176,7 +171,7 @@ class Memory:
         return f"memory: {'; '.join(lines) or 'no process lived long enough'}"
 
 
-async def quiet(subject: Subject, load: Load, memory: Memory, rest: Rest | None) -> Rest:
+async def quiet(subject: Subject, load: Load, memory: Memory | soak_segments.Floors, rest: Rest | None) -> Rest:
     """Pause, look at everything that could leak, and compare it with the first time."""
     await load.pause()
     status = await subject.until(at_rest, AT_REST_S)

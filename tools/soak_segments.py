@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from soak_daemon import Subject
+from soak_daemon import Subject, resident_bytes
 from soak_load import BROKEN, CLIENTS, RIGHT, UNANSWERED, UNDUE, WRONG, Load
 
 KEYS = "sk-honest", "sk-hostile"
@@ -25,6 +25,7 @@ SLOWER_MAX = 2.0            # p99 beside hostile clients, against without
 ENOUGH = 1_000              # right answers of each kind, before a p99 of them means anything
 LOOK_S = 2.0                # between two looks at the admin socket and /health
 ASKED_S = 10.0              # in which these must answer
+RESTS_MIN = 5               # at which memory is looked at, of each third of a run, before they are compared
 GRACE_S = 200.0             # in which hostile clients must have left after their time
 
 
@@ -52,6 +53,39 @@ class Hostiles:
         lines = [f"| {act} | {sum(ends.values())} | {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))} |"
                  for act, ends in sorted(self.seen.items())]
         return "\n".join(["| hostile act | times | ended |", "|---|--:|---|", *lines])
+
+
+class Floors:
+    """Each process's resident memory at rest, of which the lowest counts.
+
+    Large bodies leave megabytes of garbage that the collector takes away some requests later, so single looks differ
+    by more than a leak of minutes.  A leak raises the lowest ones too.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[str, int], list[int]] = {}
+
+    def look(self, pids: dict[str, int]) -> list[str]:
+        """All at rest, by name; prints, and complains of nothing yet."""
+        for process in pids.items():
+            self._sizes.setdefault(process, []).append(resident_bytes(process[1]))
+        print("at rest; resident memory:", ", ".join(f"{name} {self._sizes[name, pid][-1] / 1e6:.1f} MB"
+                                                     for name, pid in pids.items()), flush=True)
+        return []
+
+    def grown(self, most: float) -> list[str]:
+        """Prints the lowest of each third; whose last one is over `most` times that of the middle, if they are long."""
+        found = []
+        for (name, _), sizes in self._sizes.items():
+            third = len(sizes) // 3
+            if third < RESTS_MIN:
+                continue
+            first, middle, last = (min(sizes[begin:begin + third]) for begin in (0, third, len(sizes) - third))
+            told = (f"{name}: lowest {first / 1e6:.1f} MB in the first third, {middle / 1e6:.1f} in the second, "
+                    f"{last / 1e6:.1f} in the last ({(last / middle - 1) * 100:+.1f} %)")
+            print(told)
+            found += [told] if last > most * middle else []
+        return found
 
 
 @asynccontextmanager

@@ -99,15 +99,16 @@ def _refuse(message: str, kind: type[msgspec.Struct], data: Any) -> NoReturn:
 def _place(message: str, kind: type[msgspec.Struct], data: Any) -> _Place:
     """The end of msgspec's path; of an object with any names it does not say which."""
     found = _WHERE.search(message)
-    steps = list(_STEP.finditer(found["path"])) if found else []
-    if steps and steps[-1]["name"] == "type" and message.startswith("Invalid value"):
+    # Not by finditer: while much memory is in use, CPython 3.11's keeps an object of each call, which pins a megabyte.
+    steps = _STEP.findall(found["path"]) if found else []
+    if steps and steps[-1][0] == "type" and message.startswith("Invalid value"):
         steps.pop()         # of a part, whose type says which fields it has
     place = _Place("", data, _definition(kind))
-    for step in steps:
-        if step["index"] == "...":
+    for name, index in steps:
+        if index == "...":
             return _Place(_VALUE_OF + place.where, None, _below(place.node, "..."))
-        key = step["name"] or int(step["index"])
-        place = _Place((place.where + step[0]).lstrip("."), place.value[key], _below(place.node, step["name"] or 0))
+        step = f".{name}" if name else f"[{index}]"
+        place = _Place((place.where + step).lstrip("."), place.value[name or int(index)], _below(place.node, name or 0))
     return place
 
 

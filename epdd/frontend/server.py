@@ -24,6 +24,7 @@ from epdd.frontend.metrics import RequestStats
 
 log = logging.getLogger(__name__)
 
+_LINGER_S = 1.0             # what comes so long after a 408 is read and thrown away
 _BACKLOG = 128              # as aiohttp's own
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -113,7 +114,8 @@ class _Connection(RequestHandler):
                 self._close = self._close or self._half_closed
             self.book.waits(self, "idle")
         if response.status == RequestTimeout.status:
-            self._lingering_time = 0.0      # nothing comes that could be read and thrown away
+            # A reset would overtake the answer of who still sends; in a second it has the answer.
+            self._lingering_time = _LINGER_S
         return response, reset
 
     def pause_writing(self) -> None:

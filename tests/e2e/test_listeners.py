@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -23,7 +24,11 @@ def test_a_unix_socket_with_keys(tmp_path, monkeypatch):
             async with http.get(f"http://epdd{page}", headers=headers) as answer:
                 return answer.status, await answer.json()
 
-    with running(server__unix_socket=path, server__api_keys_file=keys) as daemon:
+    with running(server__unix_socket=path, server__api_keys_file=keys, server__head_timeout_s=1) as daemon:
+        with socket.socket(socket.AF_UNIX) as silent:       # has as long as one that came by TCP
+            silent.settimeout(30)
+            silent.connect(str(path))
+            assert silent.recv(1) == b""
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert daemon.get("/health")[0] == asyncio.run(ask("/health"))[0] == 200
         assert daemon.get("/v1/models")[0] == asyncio.run(ask("/v1/models"))[0] == 401

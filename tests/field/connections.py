@@ -147,3 +147,44 @@ async def bodies(house: House) -> None:
             writer.close()
     for deep in (b"[" * 100_000, b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000):
         assert (await house.post(deep)).status == 400
+
+
+@case("D46", "half requests", "20 times silent, half a head, half a body, a byte now and then",
+      "closed, 408, 408; others are served meanwhile; nothing counts against server.requests_max",
+      policy="who is silent is closed without a word, who began is told (408)", daemon="small")
+async def half_requests(house: House) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n".encode()
+
+    async def says(data: bytes, more: bytes = b"") -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.daemon.port)
+        writer.write(data)
+        ended = asyncio.create_task(reader.readline())
+        while not ended.done():
+            writer.write(more)
+            await asyncio.wait([ended], timeout=0.1)
+        writer.close()
+        return ended.result()
+
+    half = {data: [asyncio.create_task(says(data, more)) for _ in range(20)] for data, more in (
+        (b"", b""), (head, b""), (head + b"\r\n{", b""), (head + b"\r\n[", b" "))}
+    assert (await house.ask("Hello")).status == 200
+    for data, status in zip(half, (b"", b"408", b"408", b"408")):
+        for answer in await asyncio.gather(*half[data]):
+            assert status in answer and bool(status) == bool(answer), (data, answer)
+
+
+@case("D47", "a client closes its sending side", "shutdown(SHUT_WR) after GET /ping; after a POST",
+      "200; 400 client_left, and the work ends",
+      policy="a half-closed connection cannot be told from one whose client is gone, so a POST ends with it")
+async def half_closed(house: House) -> None:
+    body = json.dumps(asking("Hello", **LONG)).encode()
+    get = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+    post = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    for data, status, word in ((get, b"200", b"ok"), (post, b"400", b"client_left")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.daemon.port)
+        writer.write(data)
+        writer.write_eof()
+        answer = await reader.read()
+        assert answer.split()[1] == status and word in answer
+        writer.close()
+    await empty(house)

@@ -139,6 +139,31 @@ async def pieces(body: bytes) -> Any:
         await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_long_answer_holds_nobody(family: Any, path: str) -> None:
+    """Sent whole, with the log probabilities of 8 times 2,000 tokens and of 5 others beside each."""
+    @hosted()
+    async def test(house: House) -> None:
+        house.script.play = house.script.say("hello " * 1000)
+        ask = {"n": 8, "logprobs": 5, "prompt": "x", "max_tokens": 2000} if path == "/v1/completions" else {
+            "n": 8, "logprobs": True, "top_logprobs": 5, "messages": [{"role": "user", "content": "x"}]}
+        body = orjson.dumps(ask)
+        with watched() as holds:
+            look = asyncio.create_task(holds.look())
+            async with house.http.post(house.url + path, data=body) as answer:
+                text = await answer.read()
+            look.cancel()
+        assert answer.status == 200 and len(text) > 800_000, len(text)
+        choices = orjson.loads(text)["choices"]
+        marks = [choice["logprobs"] for choice in choices]
+        assert [len(mark.get("content") or mark["tokens"]) for mark in marks] == [
+            orjson.loads(text)["usage"]["completion_tokens"] // 8 - (choice["finish_reason"] == "stop")
+            for choice in choices]
+        assert holds.loop < HOLD_S, holds.loop
+
+    test(family)
+
+
 # --- taking images out of the JSON
 
 URL = "data:image/png;base64," + "QUJD" * (6 << 10)

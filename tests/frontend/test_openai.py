@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from epdd.errors import BadRequest, EpddError, NotFound
 from epdd.families import Defaults, Family
-from epdd.frontend import openai
+from epdd.frontend import openai, reading
 from epdd.frontend.messages import Conversation, ImageRef, Message
 from epdd.frontend.openai import Chat
 from epdd.frontend.schema import ChatBody
@@ -311,3 +313,18 @@ def test_any_json_is_taken_or_refused_cleanly(fields: dict[str, Any]) -> None:
         assert error.message and len(error.message) < 400
     else:
         assert chat.n in range(1, 9) and conversation.messages
+
+
+def test_a_refused_body_of_many_parts_leaves_nothing() -> None:
+    """An object that outlives each refusal pins the memory around it, a megabyte a body."""
+    body = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]}).encode()
+
+    def refused(times: int) -> int:
+        for _ in range(times):
+            with pytest.raises(BadRequest):
+                reading.parse(body, ChatBody, False)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = refused(2)
+    assert refused(20) - before < 10

@@ -24,6 +24,7 @@ import uvloop
 from aiohttp import web
 
 from epdd import __version__, arena, checkpoint, config, emulation, families, hub, log, placement, systemd
+from epdd.checkpoint import Look
 from epdd.config import Config
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoding import Encoding
@@ -32,7 +33,7 @@ from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import AddressTaken, ConfigError, StartupError
-from epdd.families import Family, weights
+from epdd.families import weights
 from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
@@ -96,11 +97,12 @@ def _run(arguments: list[str]) -> int:
         for warning in found.warnings:
             logger.warning("model %s", warning)
         family = replace(found.family, weights=weights.identity(found.folder))
-        emulated = emulation.load(settings.emulation, family.folder)
+        emulated = emulation.load(settings.emulation, found.prompts.tokenizer)
         if emulated is not None:
             logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,
                            emulated.profile.answers, emulated.scale)
             family = emulated.family(family)
+        found = replace(found, family=family)
         topology = probe()
         for warning in topology.warnings:
             logger.warning("topology %s", warning)
@@ -117,7 +119,7 @@ def _run(arguments: list[str]) -> int:
             print(placement.explain(specs, topology))
             return 0
         reserved = placement.fits_reserved_pages(specs, topology)
-        return uvloop.run(Daemon(settings, family, specs, size, arguments, plan, emulated, reserved).run())
+        return uvloop.run(Daemon(settings, found, specs, size, arguments, plan, emulated, reserved).run())
     except StartupError as error:
         print(f"epdd: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -144,18 +146,10 @@ def _request_log(settings: config.Log) -> RequestLog | None:
     return RequestLog(Path(settings.requests), settings.requests_bytes_max, settings.requests_kept)
 
 
-def _model_name(family: Family, emulated: Emulation | None) -> str:
-    """Name in the API where the operator gives none: what makes rows without a model has not the model's name."""
-    if emulated is not None and not emulated.needs_torch:
-        return f"emulated-{emulated.profile.name}"
-    folder = Path(os.path.abspath(family.folder))       # "." has a name too
-    return "epdd-demo" if folder == families.DEMO else folder.name
-
-
 class Daemon:
     """All parts, made in the order they need each other."""
 
-    def __init__(self, settings: Config, family: Family, specs: list[WorkerSpec], arena_bytes: int,
+    def __init__(self, settings: Config, found: Look, specs: list[WorkerSpec], arena_bytes: int,
                  arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None,
                  reserved_pages: bool = False) -> None:
         self._settings = settings
@@ -166,7 +160,10 @@ class Daemon:
         self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
-        name = settings.model.name or _model_name(family, emulated)
+        family = found.family
+        # What makes rows without a model has not the model's name.
+        own = found.name if emulated is None or emulated.needs_torch else f"emulated-{emulated.profile.name}"
+        name = settings.model.name or own
         label = None if emulated is None else emulated.label()
         cache = settings.arena.cache_bytes
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
@@ -182,7 +179,7 @@ class Daemon:
         self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
                               self._encoding, self._admission, stats, label)
         self._context = Context(
-            config=settings, family=family, model_name=name, created=int(time.time()),
+            config=settings, family=family, prompts=found.prompts, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
             admission=self._admission, context_max=self._admission.context_max, states=self._status.states,
             status=self._status.snapshot,

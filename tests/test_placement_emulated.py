@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer
 
 from epdd import config, emulation, families, placement
 from epdd.config import Config
@@ -11,12 +12,14 @@ from epdd.hardware.probe import probe
 from epdd.wire import WorkerSpec
 from epdd.wishes import Wish
 
+TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
 
 def plan(profile: str = "xeon6747p-5xl40s", **settings: dict[str, object]) -> list[WorkerSpec]:
     values = Config()
     for section, fields in settings.items():
         values = values.with_values(section, fields, "test")
-    made = emulation.load(config.Emulation(profile), str(DEMO))
+    made = emulation.load(config.Emulation(profile), TOKENIZER)
     assert made is not None
     return placement.plan(probe(), values, made.family(families.load(str(DEMO))), 1 << 20, made)
 
@@ -51,7 +54,7 @@ def test_more_than_the_profile_has_is_refused() -> None:
 
 
 def test_tables_of_real_seats_are_refused() -> None:
-    made = emulation.load(config.Emulation("laptop"), str(DEMO))
+    made = emulation.load(config.Emulation("laptop"), TOKENIZER)
     with pytest.raises(PlacementError, match="tables place real workers"):
         placement.plan(probe(), Config(worker=(Wish("pd"),)), families.load(str(DEMO)), 1 << 20, made)
 

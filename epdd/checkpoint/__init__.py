@@ -4,6 +4,6 @@
 with one sentence: which file, what is wrong, what to do.
 """
 
-from epdd.checkpoint.look import Look, look
+from epdd.checkpoint.look import Look, PromptFiles, look, prompt_files
 
-__all__ = ["Look", "look"]
+__all__ = ["Look", "PromptFiles", "look", "prompt_files"]

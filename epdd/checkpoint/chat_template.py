@@ -33,14 +33,14 @@ class ChatTemplate:
     """A compiled template.  Some read only string contents, others only lists, some know no tools, and some demand a
     system message: all are tried."""
 
-    def __init__(self, source: str, variables: dict[str, str], path: str = "chat_template.jinja") -> None:
-        """`variables`: the special tokens by their names.  `path`: the file that it is from, for messages.
+    def __init__(self, source: str, tokens: dict[str, str], path: str = "chat_template.jinja") -> None:
+        """`tokens`: texts of the special tokens by their names.  `path`: the file that it is from, for messages.
 
         Raises ModelError if it cannot be compiled, or shows no user text.
         """
         self.source = source
         self.path = path
-        self._variables = variables
+        self.tokens = tokens
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -60,7 +60,7 @@ class ChatTemplate:
                add_generation_prompt: bool = True) -> str:
         """The prompt's text.  Raises what Jinja and the template's own code raise."""
         return self._template.render(messages=messages, tools=tools, documents=None,
-                                     add_generation_prompt=add_generation_prompt, **{**self._variables, **options})
+                                     add_generation_prompt=add_generation_prompt, **{**self.tokens, **options})
 
     def shows_image(self, token: str) -> bool:
         """Whether an image in a user's list of parts becomes `token`, once.  Those of strings are told of it by us."""
@@ -98,15 +98,14 @@ class ChatTemplate:
 
 def load(root: Path) -> ChatTemplate:
     """The template of a checkpoint folder.  Raises ModelError if there is none or it is damaged."""
-    settings = read_json(root / "tokenizer_config.json", {})
-    source, path = _source(root, settings)
-    return ChatTemplate(source, special_tokens(root), str(path))
-
-
-def special_tokens(root: Path) -> dict[str, str]:
-    """The texts of the special tokens that tokenizer_config.json names, by their names there.  Raises ModelError."""
     path = root / "tokenizer_config.json"
     settings = read_json(path, {})
+    source, file = _source(root, settings)
+    return ChatTemplate(source, _special_tokens(path, settings), str(file))
+
+
+def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The texts of the special tokens that tokenizer_config.json names, by their names there.  Raises ModelError."""
     found = {}
     for name in _TOKENS:
         value = settings.get(name)

@@ -13,6 +13,9 @@ from typing import Any
 from epdd.families.family import text_fields
 from epdd.families.files import Fields
 
+# All families call their tower "visual", in each layout that they had; whatever else there is belongs to the language
+# model.
+OF_VISION = r"\bvisual\."
 VISION, LANGUAGE = "model.visual.", "model.language_model."
 HEAD, EMBEDDING = "lm_head.weight", LANGUAGE + "embed_tokens.weight"
 
@@ -68,8 +71,8 @@ def canonical(kind: str, name: str) -> str:
 
 
 def is_vision(name: str) -> bool:
-    """Of a canonical name."""
-    return name.startswith(VISION)
+    """Whether a tensor, stored under this name, belongs to the vision tower."""
+    return re.search(OF_VISION, name) is not None
 
 
 def _language(kind: str, text: Fields) -> Iterator[Named]:

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epdd.errors import ModelError
-from epdd.families.files import read_json
+from epdd.families.files import read_json, refuse_pointer
 
 HEADER_BYTES_MAX = 100 << 20        # what the format allows
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
         "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64,
         "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8}
-
-_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,11 @@ def weight_files(root: Path) -> list[Path]:
     Others that lie beside them (consolidated.safetensors, an adapter) are left alone.  Raises ModelError if there are
     none, or if one that the index names is missing.
     """
-    if (root / SINGLE).is_file():
-        return [root / SINGLE]
-    if not (root / INDEX).is_file():
-        raise ModelError(_no_weights(root))
-    names = sorted({str(name) for name in weight_map(root).values()})
+    return _files(root, _weight_map(root))
+
+
+def _files(root: Path, listed: dict[str, str]) -> list[Path]:
+    names = sorted(set(listed.values())) or [SINGLE]
     missing = [name for name in names if not (root / name).is_file()]
     if missing:
         raise ModelError(f"{root / missing[0]}: no such file, but {INDEX} names it ({len(missing)} of {len(names)} "
@@ -55,12 +53,20 @@ def weight_files(root: Path) -> list[Path]:
     return [root / name for name in names]
 
 
-def weight_map(root: Path) -> dict[str, str]:
-    """The shard of each tensor, as the index says.  Raises ModelError."""
+def _weight_map(root: Path) -> dict[str, str]:
+    """The shard of each tensor, as the index says; empty if the one file of the usual name is there.
+
+    Raises ModelError, also if there is neither.
+    """
+    if (root / SINGLE).is_file():
+        return {}
+    if not (root / INDEX).is_file():
+        raise ModelError(_no_weights(root)[1])
     index = read_json(root / INDEX)
-    # In all other files it does no harm; this one transformers reads itself.
-    if (root / INDEX).read_bytes().startswith(codecs.BOM_UTF8):
-        raise ModelError(f"{root / INDEX}: begins with a byte order mark; save it without, or download it again")
+    with (root / INDEX).open("rb") as file:
+        # In all other files it does no harm; this one transformers reads itself.
+        if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            raise ModelError(f"{root / INDEX}: begins with a byte order mark; save it without, or download it again")
     if not isinstance(index.get("metadata"), dict):     # transformers asks for it
         raise ModelError(f"{root / INDEX}: metadata is no object; download the file again")
     found = index.get("weight_map")
@@ -74,15 +80,14 @@ def weight_map(root: Path) -> dict[str, str]:
 def all_tensors(root: Path) -> dict[str, Tensor]:
     """The tensors of all files that are loaded.  Raises ModelError, also if index and shards disagree."""
     found: dict[str, Tensor] = {}
-    files = weight_files(root)
-    for path in files:
+    listed = _weight_map(root)
+    for path in _files(root, listed):
         for name, tensor in tensors(path).items():
             if name in found:
                 raise ModelError(f"{path}: {name} is in {found[name].file.name} too; download the checkpoint again")
             found[name] = tensor
-    if files == [root / SINGLE]:
+    if not listed:
         return found
-    listed = weight_map(root)
     for name, file in listed.items():
         if name not in found or found[name].file.name != file:
             raise ModelError(f"{root / INDEX}: says that {name} is in {file}, where it is not; download the "
@@ -98,16 +103,14 @@ def tensors(path: Path) -> dict[str, Tensor]:
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            begin = file.read(8)
-            if begin and _POINTER.startswith(begin):
-                raise ModelError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in the folder")
-            length, = struct.unpack("<Q", begin)
+            length, = struct.unpack("<Q", file.read(8))
             if length > min(HEADER_BYTES_MAX, size - 8):
                 raise ValueError("its header does not fit into it")
             header = json.loads(file.read(length))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, struct.error, RecursionError):
+        refuse_pointer(path)
         raise ModelError(f"{path}: not a safetensors file, or cut short ({size} bytes); download it again") from None
     return _checked(path, header, 8 + length, size)
 
@@ -147,34 +150,36 @@ def no_model(root: Path) -> str:
         return f"{root}: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/NAME"
     if (root / "snapshots").is_dir():
         return f"{root}: a model of the Hub's cache; name it as ORG/NAME, or one of the folders in {root / 'snapshots'}"
-    told = _no_weights(root)
-    if "GGUF" in told or "adapter" in told or "link" in told:
+    kind, told = _no_weights(root)
+    if kind in ("link", "GGUF", "adapter"):
         return told
     if below := sorted(path.parent.name for path in root.glob("*/config.json")):
         return f"{root}: holds no checkpoint, but {below[0]} in it has a config.json; name that folder"
     return f"{root / 'config.json'}: no such file; download it, every checkpoint has it"
 
 
-def _no_weights(root: Path) -> str:
-    """Why there is nothing to load, and what to do."""
+def _no_weights(root: Path) -> tuple[str, str]:
+    """Why there is nothing to load: its kind in a word, and a sentence that also says what to do."""
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     for path in (root / name for name in (*names, "config.json")):
         if path.is_symlink() and not path.exists():
-            return (f"{path}: a link to {path.readlink()}, which is not there; copy the folder with the files that its "
-                    "links point to (cp -L)")
+            return "link", (f"{path}: a link to {path.readlink()}, which is not there; copy the folder with the files "
+                            "that its links point to (cp -L)")
     if any(name.endswith(".gguf") for name in names):
-        return f"{root}: holds only GGUF weights, which are not served; take the checkpoint with .safetensors files"
+        return "GGUF", (f"{root}: holds only GGUF weights, which are not served; take the checkpoint with "
+                        ".safetensors files")
     if any(name.endswith((".bin", ".pt", ".pth")) and "model" in name for name in names):
-        return (f"{root}: holds weights only as PyTorch .bin files, which are not read (they can run code); save it "
-                "with transformers' save_pretrained, which writes .safetensors")
+        return "bin", (f"{root}: holds weights only as PyTorch .bin files, which are not read (they can run code); "
+                       "save it with transformers' save_pretrained, which writes .safetensors")
     if "adapter_config.json" in names:
-        return (f"{root}: holds an adapter (adapter_config.json) and no model; merge it into its base model "
-                "and save that")
+        return "adapter", (f"{root}: holds an adapter (adapter_config.json) and no model; merge it into its base model "
+                           "and save that")
     shards = [name for name in names if name.startswith("model-") and name.endswith(".safetensors")]
     if shards:
-        return f"{root / INDEX}: no such file, and {shards[0]} is a shard; download the index again"
+        return "index", f"{root / INDEX}: no such file, and {shards[0]} is a shard; download the index again"
     others = [name for name in names if name.endswith(".safetensors") and name != "adapter_model.safetensors"]
     if others:
-        return (f"{root}: no weights by a name that is read ({SINGLE} or {INDEX}), only {', '.join(others[:3])}; if "
-                f"that is the whole model in the Hugging Face layout, rename it to {SINGLE}")
-    return f"{root}: no weights (neither {SINGLE} nor {INDEX}); download the checkpoint again"
+        return "name", (f"{root}: no weights by a name that is read ({SINGLE} or {INDEX}), only "
+                        f"{', '.join(others[:3])}; if that is the whole model in the Hugging Face layout, rename it to "
+                        f"{SINGLE}")
+    return "none", f"{root}: no weights (neither {SINGLE} nor {INDEX}); download the checkpoint again"

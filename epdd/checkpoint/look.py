@@ -7,15 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from epdd import families
 from epdd.checkpoint import chat_template, expected, headers, quantization, settings, tokenizer
+from epdd.checkpoint.chat_template import ChatTemplate
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization
 from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, Family
-from epdd.families.files import Fields, read_json
+from epdd.families.files import Fields
 
 STORED = ("F64", "F32", "F16", "BF16")      # types that weights are simply converted from
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """What makes token ids of a conversation."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Look:
     name: str                       # of the model in the API, unless model.name gives another
     family: Family                  # with its parameters counted
     dtype: str                      # of the weights, dequantised: "bfloat16", "float16" or "float32"
+    prompts: PromptFiles = field(repr=False, compare=False)
     quantization: str = "none"      # how the files hold them, in words
     files: tuple[str, ...] = ()     # names of the weight files that are loaded
     file_bytes: int = 0             # of those
@@ -48,20 +60,31 @@ def look(folder: str) -> Look:
     root = Path(folder)
     if not (root / "config.json").is_file():
         raise ModelError(headers.no_model(root))
-    family = families.load(folder)
     config = Fields(root / "config.json")
+    family = families.of(config)
     settings.check(config)
-    files = headers.weight_files(root)
     tensors = headers.all_tensors(root)
-    quantized = quantization.read(root, read_json(config.path), tensors)
+    files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
+    quantized = quantization.read(root, config.data, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in quantized.extra}
     _check(config, family, tensors, quantized)
-    eos, warnings = _words(root, family)
-    family = replace(family, parameters=_parameters(family.model_type, tensors), eos_ids=eos)
-    return Look(folder=folder, name=Path(os.path.abspath(folder)).name, family=family, dtype=family.stored,
+    prompts = prompt_files(family)
+    eos, warnings = _words(root, family, prompts)
+    family = replace(family, parameters=_parameters(tensors), eos_ids=eos)
+    return Look(folder=folder, name=_name(folder), family=family, dtype=family.stored, prompts=prompts,
                 quantization=quantized.text, files=tuple(path.name for path in files),
                 file_bytes=sum(path.stat().st_size for path in files),
                 warnings=tuple(warnings), tensors=tensors)
+
+
+def prompt_files(family: Family) -> PromptFiles:
+    """Read from the checkpoint's folder.  Raises ModelError."""
+    return PromptFiles(tokenizer.load(family), chat_template.load(Path(family.folder)))
+
+
+def _name(folder: str) -> str:
+    path = Path(os.path.abspath(folder))        # "." has a name too
+    return "epdd-demo" if path == families.DEMO else path.name
 
 
 def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
@@ -92,9 +115,9 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
                              "take a checkpoint in bfloat16, float16 or float32")
 
 
-def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:
+def _words(root: Path, family: Family, prompts: PromptFiles) -> tuple[tuple[int, ...], list[str]]:
     """The tokens that end an answer, by all who have a say, and what is to be warned of.  Raises ModelError."""
-    vocabulary, template = tokenizer.load(family), chat_template.load(root)
+    vocabulary, template = prompts.tokenizer, prompts.template
     warnings = []
     if (root / "adapter_config.json").exists():
         warnings.append(f"{root / 'adapter_config.json'}: the adapter is not applied; merge it into the model to serve "
@@ -104,7 +127,7 @@ def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:
     if template.needs_system:
         warnings.append(f"{template.path}: the chat template demands a system message; requests without one will be "
                         "refused")
-    said = chat_template.special_tokens(root).get("eos_token")
+    said = template.tokens.get("eos_token")
     added = sorted(vocabulary.get_added_tokens_decoder().items(), key=lambda item: -len(item[1].content))
     after = template.end_of_turn().lstrip()
     turn = next((token for token, each in added if each.special and after.startswith(each.content)), None)
@@ -116,8 +139,7 @@ def _words(root: Path, family: Family) -> tuple[tuple[int, ...], list[str]]:
     return eos, warnings
 
 
-def _parameters(kind: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+def _parameters(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Numbers in the vision tower and in the language model."""
-    vision = sum(tensor.count for name, tensor in tensors.items()
-                 if expected.is_vision(expected.canonical(kind, name)))
+    vision = sum(tensor.count for name, tensor in tensors.items() if expected.is_vision(name))
     return vision, sum(tensor.count for tensor in tensors.values()) - vision

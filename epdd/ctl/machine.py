@@ -117,9 +117,9 @@ def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
         argv += ["--set", item]
     try:
         settings = hub.located(config.load(argv)[0], download=False)
-        family = checkpoint.look(settings.model.path or str(families.DEMO)).family
-        emulated = emulation.load(settings.emulation, family.folder)
-        family = emulated.family(family) if emulated else family
+        found = checkpoint.look(settings.model.path or str(families.DEMO))
+        emulated = emulation.load(settings.emulation, found.prompts.tokenizer)
+        family = emulated.family(found.family) if emulated else found.family
         return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family), emulated)
     except StartupError as error:
         raise client.CtlError(error.message) from None

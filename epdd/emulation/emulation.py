@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from epdd import config
 from epdd.emulation.profile import Profile, read
-from epdd.errors import ConfigError, ModelError
+from epdd.errors import ConfigError
 from epdd.families import Family
 from epdd.pace import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
 
@@ -52,15 +51,12 @@ class Emulation:
                 "scale": self.scale}
 
 
-def load(settings: config.Emulation, folder: str) -> Emulation | None:
-    """The fleet to emulate, for the checkpoint in `folder`; None: the real one.  Raises ConfigError, ModelError."""
+def load(settings: config.Emulation, tokenizer: Tokenizer) -> Emulation | None:
+    """The fleet to emulate, for the checkpoint with this tokenizer; None: the real one.  Raises ConfigError."""
     if not settings.profile:
         return None
     if settings.scale and not SCALE_MIN <= settings.scale <= SCALE_MAX:
         raise ConfigError(f"emulation.scale is {settings.scale:g}; 0, or {SCALE_MIN:g} to {SCALE_MAX:g}")
     profile = read(settings.profile)
-    try:
-        text = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
-    except Exception as error:      # its own plain Exception is all that tokenizers raises
-        raise ModelError(f"{folder}: tokenizer.json cannot be used ({error})") from None
+    text = tokenizer.encode(TEXT, add_special_tokens=False).ids
     return Emulation(profile, settings.scale or profile.scale, tuple(text))

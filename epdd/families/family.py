@@ -97,8 +97,12 @@ class Family:
 
 def load(folder: str) -> Family:
     """Read a checkpoint's JSON files.  Raises ModelError naming the file and the field that is wrong or not served."""
-    root = Path(folder)
-    config = Fields(root / "config.json")
+    return of(Fields(Path(folder) / "config.json"))
+
+
+def of(config: Fields) -> Family:
+    """The same where config.json has been read."""
+    root = config.path.parent
     kind = config.get("model_type")
     if kind not in _OUT_HIDDEN:
         raise ModelError(f"{config.path}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")

@@ -44,29 +44,29 @@ class Fields:
     def __init__(self, path: Path, absent: dict[str, Any] | None = None) -> None:
         """Raises ModelError, also for a file that is not there unless `absent` says what it then stands for."""
         self.path = path
-        self._data = read_json(path, absent)
+        self.data = read_json(path, absent)     # the object as it is in the file
         self._prefix = ""
 
     def part(self, key: str) -> Fields:
         """The object under `key`.  Raises ModelError if there is none."""
-        data = self._data.get(key)
+        data = self.data.get(key)
         if not isinstance(data, dict):
             raise self.wrong(key, "an object")
         part = Fields.__new__(Fields)
-        part.path, part._data, part._prefix = self.path, data, f"{self._prefix}{key}."
+        part.path, part.data, part._prefix = self.path, data, f"{self._prefix}{key}."
         return part
 
     def get(self, key: str, absent: Any = None) -> Any:
         """As it is in the file; `absent` if it is not there."""
-        return self._data.get(key, absent)
+        return self.data.get(key, absent)
 
     def has(self, key: str) -> bool:
         """Whether it is in the file, be it null."""
-        return key in self._data
+        return key in self.data
 
     def whole(self, key: str, absent: int | None = None, least: int = 0) -> int:
         """A whole number of at least `least`.  Raises ModelError."""
-        value = self._data.get(key)
+        value = self.data.get(key)
         value = absent if value is None else value
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -76,7 +76,7 @@ class Fields:
 
     def number(self, key: str, absent: float) -> float:
         """A number, not negative.  Raises ModelError."""
-        value = self._data.get(key)
+        value = self.data.get(key)
         value = absent if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.wrong(key, "a number of at least 0")
@@ -84,7 +84,7 @@ class Fields:
 
     def wholes(self, key: str) -> list[int]:
         """A list of whole numbers; one that stands alone is such a list.  Raises ModelError."""
-        value = self._data.get(key)
+        value = self.data.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
             raise self.wrong(key, "a whole number, or a list of them")
@@ -92,7 +92,7 @@ class Fields:
 
     def flag(self, key: str, absent: bool) -> bool:
         """true or false.  Raises ModelError."""
-        value = self._data.get(key)
+        value = self.data.get(key)
         value = absent if value is None else value
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
@@ -100,7 +100,7 @@ class Fields:
 
     def wrong(self, key: str, wanted: str) -> ModelError:
         """That `key` is missing, or is not what is `wanted`."""
-        value = self._data.get(key)
-        have = "is missing" if key not in self._data else f"is {json.dumps(value)[:80]}"
+        value = self.data.get(key)
+        have = "is missing" if key not in self.data else f"is {json.dumps(value)[:80]}"
         return ModelError(f"{self.path}: {self._prefix}{key} {have}; {wanted} is expected, as in the original "
                           "checkpoint")

@@ -31,13 +31,12 @@ _THREADS = 2    # for large images and long prompts: the cores belong to the wor
 def build(context: Context) -> web.Application:
     """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
 
-    Must be made inside the running loop.  Raises ModelError if the checkpoint's tokenizer or template cannot be
-    used, ConfigError on a bad allowlist.
+    Must be made inside the running loop.  Raises ConfigError on a bad allowlist.
     """
     _HTTP_LOG.addFilter(_no_client_faults)
     config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
-    prompts = PromptMaker(context.family, executor, context.config.model.reasoning == "auto")
+    prompts = PromptMaker(context.family, context.prompts, executor, config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max, config.server.body_timeout_s)
     context.connections.give_way = bodies.give_way

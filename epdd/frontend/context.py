@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from epdd.checkpoint import PromptFiles
 from epdd.config import Config
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Again
@@ -53,6 +54,7 @@ class States:
 class Context:
     config: Config
     family: Family
+    prompts: PromptFiles
     model_name: str
     created: int                            # unix seconds of the daemon's start
     pipeline: Pipeline

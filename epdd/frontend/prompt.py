@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from epdd.checkpoint import tokenizer
+from epdd.checkpoint import PromptFiles
 from epdd.dispatch.request import Image, Placed
 from epdd.errors import BadRequest, ContextLength
 from epdd.families import Family
-from epdd.frontend import template
 from epdd.frontend.messages import Conversation
 from epdd.frontend.reasoning import Thinking, think_tokens, thinking
+from epdd.frontend.template import Template
 from epdd.wire import Sampling
 
 _INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
@@ -73,14 +73,11 @@ class Prompt:
 
 
 class PromptMaker:
-    """Holds a checkpoint's tokenizer and chat template."""
+    """Makes prompts by a checkpoint's tokenizer and chat template."""
 
-    def __init__(self, family: Family, executor: Executor, reasoning: bool = True) -> None:
-        """`reasoning`: tell a thinking model's reasoning from its answer.
-
-        Raises ModelError if the folder's tokenizer or template cannot be used.
-        """
-        self.tokenizer = tokenizer.load(family)
+    def __init__(self, family: Family, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
+        """`reasoning`: tell a thinking model's reasoning from its answer."""
+        self.tokenizer = files.tokenizer
         self._image = family.image_token_id
         self._executor = executor
         controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
@@ -95,8 +92,8 @@ class PromptMaker:
         self._stand_ins = [(char, chr(_STAND_INS + index)) for index, char in enumerate(marked)]
         self._chars_max = _longest_token(self.tokenizer)
         text = {token: content for content, token in controls.items()}
-        self._template = template.load(family.folder, "".join(text[token] for token in _family_ids(family)))
-        self._think_tokens = think_tokens(self.tokenizer, self._template.source) if reasoning else None
+        self._template = Template(files.template, "".join(text[token] for token in _family_ids(family)))
+        self._think_tokens = think_tokens(self.tokenizer, files.template.source) if reasoning else None
 
     async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
         """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""

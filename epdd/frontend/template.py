@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from epdd.checkpoint import chat_template
 from epdd.checkpoint.chat_template import ChatTemplate
 from epdd.errors import BadRequest
 from epdd.frontend.messages import Conversation, Message
@@ -26,11 +24,6 @@ class Template:
     def __init__(self, template: ChatTemplate, placeholder: str) -> None:
         self._template = template
         self._placeholder = placeholder     # what stands for an image where contents must be strings
-
-    @property
-    def source(self) -> str:
-        """The template's own text."""
-        return self._template.source
 
     def render(self, conversation: Conversation, shield: Shield) -> str:
         """The prompt's text; `shield` is applied to every string that came with the request.
@@ -82,8 +75,3 @@ class Template:
         else:
             content = "".join(shield(part) if isinstance(part, str) else self._placeholder for part in content)
         return {"role": message.role, "content": content, **shield(message.fields)}
-
-
-def load(folder: str, placeholder: str) -> Template:
-    """The template of a checkpoint folder.  Raises ModelError if there is none or it is damaged."""
-    return Template(chat_template.load(Path(folder)), placeholder)

@@ -36,8 +36,9 @@ def located(settings: Config, download: bool) -> Config:
     folder = cache.found(model.path, model.revision)
     if folder is None:
         if not download:
-            raise ModelError(cache.absent(model.path, model.revision) + f"; run `{cache.pull_command(model)}`, for "
-                             "a service with its HF_HOME, or set model.download = true")
+            command = cache.pull_command(model.path, model.revision)
+            raise ModelError(f"{cache.absent(model.path, model.revision)}; run `{command}`, for a service with its "
+                             "HF_HOME, or set model.download = true")
         from epdd.hub import download as downloads
         folder = downloads.pull(model.path, model.revision)
     return replace(settings, model=replace(model, path=str(folder), name=model.name or model.path))
@@ -49,4 +50,5 @@ def refuse_missing(model: str) -> None:
         return
     if address := _ADDRESS.fullmatch(model):
         raise ModelError(f"{model} is an address; name the model as {address[1]}")
-    raise ModelError(f"{model}: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/NAME")
+    from epdd.checkpoint import headers
+    raise ModelError(headers.no_model(Path(model)))

@@ -8,7 +8,6 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from epdd.checkpoint import headers
-from epdd.config import Model
 from epdd.errors import ModelError
 
 # What epdd reads of a checkpoint: weights as safetensors, settings, vocabulary, templates.  Subfolders hold other
@@ -39,9 +38,9 @@ def absent(model: str, revision: str) -> str:
     return f"{model}{at} is{part} in the local cache ({constants.HF_HUB_CACHE})"
 
 
-def pull_command(model: Model) -> str:
+def pull_command(model: str, revision: str) -> str:
     """What a person types to download it."""
-    return f"epdd pull {model.path}" + (f" --revision {model.revision}" if model.revision else "")
+    return f"epdd pull {model}" + (f" --revision {revision}" if revision else "")
 
 
 def blobs(model: str) -> Path:

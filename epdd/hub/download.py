@@ -59,8 +59,8 @@ def pull(model: str, revision: str = "") -> Path:
         with faults.told(model, revision):
             return _pull(model, revision)
     except KeyboardInterrupt:
-        again = f"epdd pull {model}" + (f" --revision {revision}" if revision else "")
-        print(f"epdd: stopped; `{again}` goes on where this left off", file=sys.stderr, flush=True)
+        print(f"epdd: stopped; `{cache.pull_command(model, revision)}` goes on where this left off", file=sys.stderr,
+              flush=True)
         os._exit(130)       # threads that wait for the network would hold up any other way
 
 
@@ -101,9 +101,10 @@ def refuse_unserved(folder: Path) -> None:
     """Raises ModelError if the settings alone say that epdd does not serve it."""
     from epdd import families
     from epdd.checkpoint import quantization
-    from epdd.families.files import read_json
-    families.load(str(folder))
-    quantization.check_settings(folder, read_json(folder / "config.json"))
+    from epdd.families.files import Fields
+    config = Fields(folder / "config.json")
+    families.of(config)
+    quantization.check_settings(folder, config.data)
 
 
 def _fetch(model: str, commit: str, weights: list[_Weights]) -> None:

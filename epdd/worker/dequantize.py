@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from ctypes import CDLL
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from epdd.checkpoint import expected
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization, Scale
 from epdd.errors import ModelError
@@ -40,9 +43,8 @@ def weights(tensors: Mapping[str, Tensor], quantization: Quantization, dtype: to
     Raises ModelError for a file that ends early, or holds NaN in a matrix or its scales, OSError where a file cannot be
     read.
     """
-    # All families call their tower "visual"; whatever else there is belongs to the language model.
     wanted = {name: tensor for name, tensor in tensors.items()
-              if ("visual." in name) == vision and name not in quantization.extra}
+              if expected.is_vision(name) == vision and name not in quantization.extra}
     with ExitStack() as stack:
         files = {tensor.file: stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
                  for tensor in tensors.values()}
@@ -68,7 +70,8 @@ def _dequantised(name: str, tensor: Tensor, scale: Scale, tensors: Mapping[str, 
         raise ModelError(f"{tensor.file}: {scale.name} holds NaN or infinity; download the file again")
     height = max(1, min(rows, BAND // columns))
     stored = np.empty((height, columns), np.int8)
-    convert = _by_torch if native.library() is None or dtype not in native.TYPES else _by_kernel
+    kernels = native.library() if dtype in native.TYPES else None
+    convert = _by_torch if kernels is None else partial(_by_kernel, kernels)
     for top in range(0, rows, height):
         count = min(height, rows - top)
         _read(tensor, files, stored[:count], top * columns)
@@ -79,9 +82,8 @@ def _dequantised(name: str, tensor: Tensor, scale: Scale, tensors: Mapping[str, 
 
 # Rows `stored` of a matrix from `top` on, times its scales, to `out`.  Each says whether one of them is NaN.
 
-def _by_kernel(stored: NDArray[np.int8], scales: torch.Tensor, scale: Scale, top: int, out: torch.Tensor) -> bool:
-    kernels = native.library()
-    assert kernels is not None
+def _by_kernel(kernels: CDLL, stored: NDArray[np.int8], scales: torch.Tensor, scale: Scale, top: int,
+               out: torch.Tensor) -> bool:
     return bool(kernels.epdd_fp8(stored.ctypes.data, *stored.shape, scales.data_ptr(), scale.rows, scale.columns, top,
                                  out.data_ptr(), int(out.dtype == torch.bfloat16)))
 

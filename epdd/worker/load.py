@@ -145,8 +145,7 @@ def _half_class(whole: type, half: str) -> Any:
         self.lm_head = Dropped()
         self.all_tied_weights_keys = {}
 
-    # All families call their tower "visual"; whatever else there is belongs to the language model.
-    others = r"\bvisual\." if half == "language" else r"^(?!.*\bvisual\.)"
+    others = expected.OF_VISION if half == "language" else f"^(?!.*{expected.OF_VISION})"
     members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
                                "_keys_to_ignore_on_load_unexpected": [others, expected.HARMLESS.pattern]}
     if half == "vision":

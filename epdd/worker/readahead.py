@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from epdd.checkpoint import headers
+from epdd.checkpoint import expected, headers
 from epdd.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,8 @@ class _Reading:
 def parts(folder: Path, role: str) -> list[Part]:
     """Where the tensors of a role's half lie, in order.  Raises ModelError where the weights cannot be read."""
     found: list[Part] = []
-    # All families call their tower "visual"; whatever else there is belongs to the language model.
     wanted = [tensor for name, tensor in headers.all_tensors(folder).items()
-              if ("visual." in name) == (role == "encoder")]
+              if expected.is_vision(name) == (role == "encoder")]
     for tensor in sorted(wanted, key=lambda tensor: (tensor.file, tensor.start)):
         if found and found[-1].path == tensor.file and tensor.start - found[-1].end <= GAP_BYTES:
             found[-1] = Part(tensor.file, found[-1].start, tensor.end)

@@ -279,6 +279,15 @@ def test_what_else_a_folder_may_be(folder: Path, tmp_path: Path) -> None:
     assert "GGUF" in refused(tmp_path / "gguf")
 
 
+def test_words_in_the_folders_own_name_mislead_nobody(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "my-adapter-GGUF-link")
+    (other / "config.json").unlink()
+    assert refused(other) == "./config.json: no such file; download it, every checkpoint has it"
+    (other / SINGLE).unlink()
+    shutil.copytree(folder, other / "inner")
+    assert refused(other) == ".: holds no checkpoint, but inner in it has a config.json; name that folder"
+
+
 @pytest.mark.parametrize("arguments", [[], ["--plan"]])
 def test_the_daemon_refuses_before_anything_is_started(folder: Path, arguments: list[str]) -> None:
     os.truncate(folder / SINGLE, 5000)

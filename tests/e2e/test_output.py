@@ -17,17 +17,6 @@ from tests.e2e.test_surroundings import ASK, LIGHT, metric
 GUARD_S = 120       # hangs only
 
 
-@pytest.fixture
-def started_by(monkeypatch, tmp_path):
-    """`started_by(redirections)`: the daemon's shell command ends in these."""
-    def set_up(redirections):
-        starter = tmp_path / "starter"
-        starter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" {redirections}\n')
-        starter.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(starter))
-    return set_up
-
-
 @contextmanager
 def full_pipe(path):
     """A FIFO that somebody has open and does not read, with not one byte of room; yields its descriptor."""
@@ -49,7 +38,7 @@ def full_pipe(path):
 def test_a_reader_that_stops_holds_up_nothing(started_by, tmp_path, where):
     """Not the start, no request, no reload and not the end; what is written meanwhile comes once it reads again."""
     with full_pipe(tmp_path / "pipe") as pipe:
-        started_by(f"{where}> {tmp_path}/pipe")
+        started_by(f'exec "$@" {where}> {tmp_path}/pipe')
         with running(**LIGHT) as daemon:
             daemon.ready()
             daemon.process.send_signal(signal.SIGHUP)
@@ -69,14 +58,14 @@ def test_a_reader_that_stops_holds_up_nothing(started_by, tmp_path, where):
 
 def test_stopped_while_its_log_is_stuck(started_by, tmp_path):
     with full_pipe(tmp_path / "pipe"):
-        started_by(f"2> {tmp_path}/pipe > {tmp_path}/pipe")
+        started_by(f'exec "$@" 2> {tmp_path}/pipe > {tmp_path}/pipe')
         with running(**LIGHT) as daemon:
             daemon.ready()
         assert daemon.process.returncode == 0       # within the time that running() gives
 
 
 def test_without_stderr(started_by):
-    started_by("<&- 2>&-")
+    started_by('exec "$@" <&- 2>&-')
     with running(**LIGHT) as daemon:
         daemon.ready()
         assert daemon.post(ASK)[0] == 200

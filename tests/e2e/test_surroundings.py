@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 
@@ -23,17 +22,6 @@ LONG = ASK | {"stream": True, "max_tokens": 12_000, "ignore_eos": True}     # a 
 own_mounts = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode != 0,
     reason="needs to mount in a namespace of its own")
-
-
-@pytest.fixture
-def started_by(monkeypatch, tmp_path):
-    """`started_by(script)`: the daemon is started by this shell script, which ends in `exec "$@"`."""
-    def set_up(script):
-        starter = tmp_path / "starter"
-        starter.write_text(f"#!/bin/sh\nset -- {sys.executable} \"$@\"\n{script}")
-        starter.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(starter))
-    return set_up
 
 
 def metric(daemon, name):

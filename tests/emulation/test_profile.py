@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from epdd import config, emulation, families
 from epdd.emulation.profile import SHIPPED
 from epdd.errors import ConfigError
 from epdd.families import DEMO
 
+TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 PUBLISHED = "xeon6747p-5xl40s"
 SMALL = """
 name = "small"
@@ -40,7 +42,7 @@ max_pixels = 256
 
 
 def load(profile: str, scale: float = 0.0) -> emulation.Emulation:
-    made = emulation.load(config.Emulation(profile, scale), str(DEMO))
+    made = emulation.load(config.Emulation(profile, scale), TOKENIZER)
     assert made is not None
     return made
 
@@ -51,7 +53,7 @@ def test_shipped_profiles_can_be_used_by_the_name_of_their_file(name):
 
 
 def test_without_a_profile_nothing_is_emulated():
-    assert emulation.load(config.Emulation(), str(DEMO)) is None
+    assert emulation.load(config.Emulation(), TOKENIZER) is None
 
 
 def test_the_published_set_up():
@@ -147,7 +149,7 @@ def test_an_unknown_name_says_what_there_is(tmp_path):
 @pytest.mark.parametrize("scale", [1e-9, 1e4])
 def test_a_scale_that_no_clock_can_follow(scale):
     with pytest.raises(ConfigError, match="emulation.scale"):
-        emulation.load(config.Emulation(PUBLISHED, scale), str(DEMO))
+        emulation.load(config.Emulation(PUBLISHED, scale), TOKENIZER)
 
 
 def test_profiles_are_package_data():

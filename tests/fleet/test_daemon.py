@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from epdd import daemon, families
+from epdd import checkpoint, daemon, families
 from epdd.config import Config
 from epdd.fleet.worker import State
 from epdd.wire import WorkerSpec
@@ -14,7 +14,7 @@ async def test_a_reload_during_the_start_does_not_say_that_it_is_over(monkeypatc
     told = []
     monkeypatch.setattr(daemon.systemd, "notify", lambda **state: told.append(list(state)))
     monkeypatch.setattr(daemon, "ForkServer", lambda preload: None)     # the real one sets this process's preload
-    starting = daemon.Daemon(Config(), families.load(str(families.DEMO)), [], 1 << 20, [], list)
+    starting = daemon.Daemon(Config(), checkpoint.look(str(families.DEMO)), [], 1 << 20, [], list)
     starting._reload()
     assert told == []
     starting._announced = True
@@ -31,7 +31,7 @@ async def test_a_reload_plans_anew(monkeypatch):
         return []
 
     monkeypatch.setattr(daemon, "ForkServer", lambda preload: None)
-    started = daemon.Daemon(Config(), families.load(str(families.DEMO)), [], 1 << 20, [], plan)
+    started = daemon.Daemon(Config(), checkpoint.look(str(families.DEMO)), [], 1 << 20, [], plan)
     started._reload()
     async with asyncio.timeout(60):
         await planned.wait()
@@ -49,7 +49,7 @@ async def test_a_role_given_up_ends_the_daemon_only_if_it_never_served(
         monkeypatch, failed, was_ready, state, exit_code):
     monkeypatch.setattr(daemon, "ForkServer", lambda preload: None)
     specs = [WorkerSpec(name, name[:-2], "cpu", (), None, 1, "") for name in ("encoder/0", "pd/0")]
-    started = daemon.Daemon(Config(), families.load(str(families.DEMO)), specs, 1 << 20, [], list)
+    started = daemon.Daemon(Config(), checkpoint.look(str(families.DEMO)), specs, 1 << 20, [], list)
     for worker in started._supervisor.workers:
         worker.state, worker.was_ready = State.READY, worker.name != failed or was_ready
     worker = started._supervisor.find(failed)

@@ -15,6 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from epdd import families
+from epdd.checkpoint import prompt_files
 from epdd.config import Config
 from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
@@ -179,9 +180,9 @@ async def serve(family: families.Family, config: Config | None = None) -> AsyncI
         "router": {"policy": "earliest", "unit": "image", "i_cpu": 7, "i_gpu": 0, "queue_jobs": 4, "queue_cost": 256,
                    "oldest_s": 1.5, "ratio": 6.0, "ratio_set": 6.0, "ratio_measured": None, "budget_cpu": None},
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
-    context = Context(config=config, family=family, model_name="tiny-vl", created=1_700_000_000, pipeline=script,
-                      admission=door, context_max=lambda: family.context_max, states=lambda: states_of(status),
-                      status=lambda: status, stats=stats,
+    context = Context(config=config, family=family, prompts=prompt_files(family), model_name="tiny-vl",
+                      created=1_700_000_000, pipeline=script, admission=door, context_max=lambda: family.context_max,
+                      states=lambda: states_of(status), status=lambda: status, stats=stats,
                       history=History(), keys=Keys(config.server), connections=Connections(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)

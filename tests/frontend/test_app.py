@@ -308,8 +308,10 @@ from concurrent.futures import ThreadPoolExecutor
 import uvloop
 import epdd.frontend.app
 from epdd import families
+from epdd.checkpoint import prompt_files
 from epdd.frontend.prompt import PromptMaker
-maker = PromptMaker(families.load({family.folder!r}), ThreadPoolExecutor(1))
+family = families.load({family.folder!r})
+maker = PromptMaker(family, prompt_files(family), ThreadPoolExecutor(1))
 for name in ("torch", "transformers", "pydantic", "huggingface_hub", "numpy", "PIL"):
     assert name not in sys.modules, name
 print(int(open("/proc/self/statm").read().split()[1]) * 4096)

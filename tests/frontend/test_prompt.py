@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from epdd import families
+from epdd.checkpoint import prompt_files
 from epdd.dispatch.request import Image, Placed
 from epdd.errors import BadRequest, ContextLength, ModelError
 from epdd.frontend import openai
@@ -47,7 +48,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 @pytest.fixture(scope="module")
 def maker(family: families.Family) -> PromptMaker:
-    return PromptMaker(family, EXECUTOR)
+    return PromptMaker(family, prompt_files(family), EXECUTOR)
 
 
 def image(rows: int) -> Image:
@@ -89,7 +90,7 @@ def test_a_message_goes_on_as_transformers_lets_it(tmp_path: Path, trim: bool) -
     transformers = pytest.importorskip("transformers")
     template = TEMPLATE.replace("{{- text }}", "{{- text | trim }}") if trim else TEMPLATE
     own = families.load(str(build_checkpoint(tmp_path / "m", template=template)))
-    maker = PromptMaker(own, EXECUTOR)
+    maker = PromptMaker(own, prompt_files(own), EXECUTOR)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(own.folder)
     for last in CONTINUED:
         messages = [*SUITES[-1], last]
@@ -131,7 +132,7 @@ def test_the_demo_model_too() -> None:
         pytest.skip("the demo model is not built")
     transformers = pytest.importorskip("transformers")
     family = families.load(str(folder))
-    maker = PromptMaker(family, EXECUTOR)
+    maker = PromptMaker(family, prompt_files(family), EXECUTOR)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     for messages in SUITES:
         if "tool_calls" in messages[0]:     # its template has no words for them
@@ -212,7 +213,7 @@ def _shared() -> tuple[PromptMaker, families.Family]:
     """Hypothesis runs a test many times and wants no fixtures."""
     with TemporaryDirectory() as folder:
         family = families.load(str(build_checkpoint(Path(folder) / "vl")))
-        return PromptMaker(family, EXECUTOR), family
+        return PromptMaker(family, prompt_files(family), EXECUTOR), family
 
 
 def test_long_texts_are_tokenised_beside_the_loop(maker: PromptMaker, family: families.Family) -> None:
@@ -259,7 +260,7 @@ def test_a_full_context_is_refused_with_true_numbers(context: int) -> None:
 
 def other(tmp_path: Path, template: str) -> tuple[PromptMaker, families.Family]:
     family = families.load(str(build_checkpoint(tmp_path / "vl", template=template)))
-    return PromptMaker(family, EXECUTOR), family
+    return PromptMaker(family, prompt_files(family), EXECUTOR), family
 
 
 def test_a_template_of_strings_gets_strings(tmp_path: Path) -> None:
@@ -336,7 +337,8 @@ def test_templates_from_the_other_places(tmp_path: Path) -> None:
         (folder / "chat_template.jinja").unlink()
         (folder / name).write_text(json.dumps(data))
         family = families.load(str(folder))
-        assert make(PromptMaker(family, EXECUTOR), family, [{"role": "user", "content": "x"}]).tokens
+        maker = PromptMaker(family, prompt_files(family), EXECUTOR)
+        assert make(maker, family, [{"role": "user", "content": "x"}]).tokens
 
 
 @pytest.mark.parametrize("damage", ["no template", "bad template", "silent template", "no tokenizer",
@@ -358,5 +360,5 @@ def test_checkpoints_that_cannot_serve(tmp_path: Path, damage: str) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "image_token_id": 99_999}))
     with pytest.raises(ModelError) as caught:
-        PromptMaker(families.load(str(folder)), EXECUTOR)
+        prompt_files(families.load(str(folder)))
     assert str(folder) in caught.value.message or damage == "silent template"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from epdd.frontend import template
+from epdd.checkpoint import chat_template
 from epdd.frontend.messages import Conversation, ImageRef, Message
+from epdd.frontend.template import Template
 from epdd.frontend.tool_prompt import spelled
 
 from .conftest import build_checkpoint
@@ -59,7 +60,7 @@ def test_a_template_that_knows_tools_is_left_alone(tmp_path: Path) -> None:
 
     def rendered(**options: Any) -> str:
         folder = build_checkpoint(tmp_path / str(len(options)), **options)
-        return template.load(str(folder), "<image>").render(conversation, lambda value: value)
+        return Template(chat_template.load(folder), "<image>").render(conversation, lambda value: value)
 
     own = rendered()
     assert "# Tools\n{\"type\"" in own and "<|im_start|>tool\na cat" in own and "<tools>" not in own

@@ -6,6 +6,8 @@ import codecs
 import json
 import math
 import struct
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
         "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64,
         "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8}
+
+
+# Types that weights are simply converted from, and what transformers calls them; float64 is computed in float32.
+DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,15 @@ def all_tensors(root: Path) -> dict[str, Tensor]:
         raise ModelError(f"{root / INDEX}: leaves out {missing[0]}, which {found[missing[0]].file.name} has "
                          f"(and {len(missing) - 1} more); download the file again")
     return found
+
+
+def dtype(tensors: Mapping[str, Tensor]) -> str:
+    """What weights are to be taken for where config.json names no type: that of most of their numbers."""
+    counts = Counter[str]()
+    for tensor in tensors.values():
+        if tensor.dtype in DTYPES:
+            counts[DTYPES[tensor.dtype]] += tensor.count
+    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

@@ -18,7 +18,11 @@ from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, Family
 from epdd.families.files import Fields
 
-STORED = ("F64", "F32", "F16", "BF16")      # types that weights are simply converted from
+# What is put before each tensor's name where not the model itself is saved but what it was wrapped in.
+PREFIXES = {
+    "module.": "DistributedDataParallel; save what it holds (model.module.save_pretrained), or take the prefix off",
+    "_orig_mod.": "torch.compile; save what it holds (model._orig_mod.save_pretrained), or take the prefix off",
+    "base_model.model.": "PEFT; merge the adapter and save that (model.merge_and_unload().save_pretrained)"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def look(folder: str) -> Look:
     _check(config, family, tensors, quantized)
     prompts = prompt_files(family)
     eos, warnings = _words(root, family, prompts)
-    family = replace(family, parameters=_parameters(tensors), eos_ids=eos)
+    family = replace(family, parameters=_parameters(tensors), eos_ids=eos,
+                     stored=family.stored or headers.dtype(tensors))
     return Look(folder=folder, name=_name(folder), family=family, dtype=family.stored, prompts=prompts,
                 quantization=quantized.text, files=tuple(path.name for path in files),
                 file_bytes=sum(path.stat().st_size for path in files),
@@ -95,8 +100,7 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
     for stored, tensor in tensors.items():
         name = expected.canonical(kind, stored)
         if name not in wanted.shapes and not expected.HARMLESS.search(name):
-            raise ModelError(f"{tensor.file}: {stored} is no tensor of a {kind} with this config.json; take both from "
-                             "the same checkpoint")
+            raise _unknown(kind, stored, tensor)
         found[name] = tensor
     for name, shape in wanted.shapes.items():
         one = found.get(name)
@@ -110,9 +114,17 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
         if one.shape != shape:
             raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
                              f"{list(shape)}; take both from the same checkpoint")
-        if one.dtype not in STORED and name not in scaled:
+        if one.dtype not in headers.DTYPES and name not in scaled:
             raise ModelError(f"{one.file}: {name} is stored as {one.dtype}, which without its scales is no weight; "
                              "take a checkpoint in bfloat16, float16 or float32")
+
+
+def _unknown(kind: str, stored: str, tensor: Tensor) -> ModelError:
+    for prefix, remedy in PREFIXES.items():
+        if stored.startswith(prefix):
+            return ModelError(f"{tensor.file}: {stored} begins with {prefix!r}, as names are saved by {remedy}")
+    return ModelError(f"{tensor.file}: {stored} is no tensor of a {kind} with this config.json; take both from the "
+                      "same checkpoint")
 
 
 def _words(root: Path, family: Family, prompts: PromptFiles) -> tuple[tuple[int, ...], list[str]]:

@@ -114,6 +114,8 @@ def check_settings(root: Path, config: Mapping[str, Any]) -> None:
     key, found = _settings(root, config)
     if found is not None:
         _layouts(f"{root / 'config.json'}: {key}", config, found)
+    elif told := _modelopt(root):
+        raise ModelError(told)
 
 
 def _settings(root: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
@@ -130,12 +132,15 @@ def _settings(root: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any
                 return name, found
     if config.get("quantization"):
         raise ModelError(f"{path}: quantised for MLX (its field quantization), which is not served; {OTHERS}")
-    other = root / "hf_quant_config.json"
-    if other.is_file():
-        said = read_json(other).get("quantization")
-        kind = str(said.get("quant_algo") or "") if isinstance(said, dict) else ""
-        raise ModelError(f"{other}: quantised by ModelOpt{f' ({kind})' if kind else ''}, which is not served; {OTHERS}")
     return "", None
+
+
+def _modelopt(root: Path) -> str:
+    """The refusal of what ModelOpt quantised, if its own file says so; weights that are not may lie beside that too."""
+    path = root / "hf_quant_config.json"
+    said = read_json(path, {}).get("quantization")
+    kind = said.get("quant_algo") if isinstance(said, dict) else None
+    return f"{path}: quantised by ModelOpt ({kind}), which is not served; {OTHERS}" if kind else ""
 
 
 def _layouts(where: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, list[_Layout]]:
@@ -268,8 +273,9 @@ def _refuse_unexplained(root: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         kind = name.rpartition(".")[2]
         if kind in SCALES or kind in OTHER_METHODS or tensor.dtype == FP8:
-            raise ModelError(f"{tensor.file}: {name} is of a quantised checkpoint, but {root / 'config.json'} has no "
-                             f"quantization_config that says how; put the field back, or {OTHERS}")
+            raise ModelError(_modelopt(root) or f"{tensor.file}: {name} is of a quantised checkpoint, but "
+                             f"{root / 'config.json'} has no quantization_config that says how; put the field back, "
+                             f"or {OTHERS}")
         if tensor.dtype not in FLOAT_TYPES and kind == "weight":
             raise _not_floats(name, tensor)
 

@@ -11,7 +11,7 @@ from typing import Any
 from epdd.checkpoint.expected import TEXT_DEFAULTS, VISION_DEFAULTS
 from epdd.errors import ModelError
 from epdd.families import ITEMSIZE
-from epdd.families.family import text_fields
+from epdd.families.family import AUTO, text_fields
 from epdd.families.files import Fields
 
 # Names mean the same wherever they stand.  A float must be written as one.
@@ -38,7 +38,7 @@ def check(config: Fields) -> None:
     for fields in (config, text, vision):
         _types(fields)
         for key in ("dtype", "torch_dtype"):
-            if fields.get(key) is not None and fields.get(key) not in ITEMSIZE:
+            if fields.get(key) not in (None, AUTO, *ITEMSIZE):
                 raise fields.wrong(key, "one of " + ", ".join(ITEMSIZE))
         if fields.has("hidden_act") and fields.get("hidden_act") not in ACTIVATIONS:
             raise fields.wrong("hidden_act", "one of " + ", ".join(ACTIVATIONS))

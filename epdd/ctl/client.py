@@ -14,7 +14,7 @@ from typing import Any
 from epdd import private
 from epdd.config import SYSTEM_FILE, Config, from_file, runtime_dir
 from epdd.ctl import peer
-from epdd.errors import ConfigError
+from epdd.errors import ConfigError, StartupError
 from epdd.log import CONTROL
 
 SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
@@ -35,6 +35,14 @@ class UsageError(CtlError):
     """The command line has to say more, or something else."""
 
     exit_code = 2
+
+
+class Refused(CtlError):
+    """The daemon would not start; the message and the exit code are those that it would end with."""
+
+    def __init__(self, error: StartupError) -> None:
+        super().__init__(error.message)
+        self.exit_code = error.exit_code
 
 
 class NotRunning(CtlError):

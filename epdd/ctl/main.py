@@ -1,6 +1,7 @@
 """`epdctl`: looks at the daemon and steers it.
 
-Exit codes: 0 good; 1 not ready (status), refused or failed; 2 wrong usage; 3 no daemon runs.
+Exit codes: 0 good; 1 not ready (status), refused or failed; 2 wrong usage; 3 no daemon runs; 78 the daemon would
+not start (plan).
 """
 
 from __future__ import annotations

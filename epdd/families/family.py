@@ -16,6 +16,7 @@ from epdd.families.files import Fields
 
 ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+AUTO = "auto"               # where config.json should name one of these: that of the weights, as if it named none
 
 DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; served when no other model is named
 
@@ -56,7 +57,7 @@ class Family:
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
     weights: str = ""           # which files they are, by families.weights; empty: not known
-    stored: str = "bfloat16"    # dtype of the weights as they lie in the files
+    stored: str = "bfloat16"    # dtype of the weights, by config.json; empty: it names none
     parameters: tuple[int, int] = (0, 0)    # of vision tower and language model, by checkpoint.look; zeros: not known
     vision_width: int = 0
     kv_numbers: int = 0         # keys and values of one token, over all layers
@@ -110,7 +111,7 @@ def of(config: Fields) -> Family:
     seen = processor.load(root, vision)
     generation = Fields(root / "generation_config.json", {})
     for key in ("pad_token_id", "bos_token_id"):
-        generation.wholes(key)      # not used here, but transformers reads them with the weights
+        generation.tokens(key)      # not used here, but transformers reads them with the weights
     return Family(
         model_type=kind, folder=str(root),
         image_token_id=config.whole("image_token_id"),
@@ -122,8 +123,8 @@ def of(config: Fields) -> Family:
         planes=1 + len(vision.wholes("deepstack_visual_indexes")),
         context_max=text.whole("max_position_embeddings", least=1),
         vocab=text.whole("vocab_size", least=1),
-        eos_ids=tuple(dict.fromkeys([*generation.wholes("eos_token_id"), *config.wholes("eos_token_id"),
-                                     *text.wholes("eos_token_id")])),
+        eos_ids=tuple(dict.fromkeys([*generation.tokens("eos_token_id"), *config.tokens("eos_token_id"),
+                                     *text.tokens("eos_token_id")])),
         defaults=_defaults(generation),
         stored=_stored(config, text),
         vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0),
@@ -143,9 +144,9 @@ def _kv_numbers(text: Fields) -> int:
 
 
 def _stored(config: Fields, text: Fields) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-               or "float32")
-    if name not in ITEMSIZE:
+    said = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
+    name = str(next((each for each in said if each and each != AUTO), ""))
+    if name and name not in ITEMSIZE:
         raise ModelError(f"{config.path}: dtype {name!r} is not served; epdd serves {', '.join(ITEMSIZE)}")
     return name
 
@@ -159,4 +160,4 @@ def _defaults(generation: Fields) -> Defaults:
     if generation.get("do_sample") is False or temperature == 0:
         return Defaults(temperature=0.0, repetition_penalty=penalty)
     return Defaults(temperature=temperature, top_p=generation.number("top_p", 1.0),
-                    top_k=generation.whole("top_k", 0), repetition_penalty=penalty)
+                    top_k=max(0, generation.whole("top_k", 0, least=-1)), repetition_penalty=penalty)

@@ -82,11 +82,15 @@ class Fields:
             raise self.wrong(key, "a number of at least 0")
         return float(value)
 
-    def wholes(self, key: str) -> list[int]:
+    def tokens(self, key: str) -> list[int]:
+        """Token ids, one or a list; -1 stands for none.  Raises ModelError."""
+        return [token for token in self.wholes(key, least=-1) if token >= 0]
+
+    def wholes(self, key: str, least: int = 0) -> list[int]:
         """A list of whole numbers; one that stands alone is such a list.  Raises ModelError."""
         value = self.data.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < least for item in values):
             raise self.wrong(key, "a whole number, or a list of them")
         return list(values)
 

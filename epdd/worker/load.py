@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from epdd.checkpoint import expected, headers, quantization
 from epdd.errors import ModelError
+from epdd.families.family import AUTO
 from epdd.families.files import read_json
 from epdd.worker import cuda, dequantize
 
@@ -58,7 +59,8 @@ def pick_dtype(folder: str, wanted: str, device: str) -> torch.dtype:
     if wanted != "auto":
         return cast(torch.dtype, getattr(torch, wanted))
     config = _config(folder)
-    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or getattr(
+        torch, headers.dtype(headers.all_tensors(Path(folder))))
     if device != "cpu":
         return torch.float32 if stored == torch.float32 else torch.bfloat16
     return torch.bfloat16 if stored == torch.bfloat16 and _cpu_has_fast_bfloat16() else torch.float32
@@ -88,6 +90,10 @@ def abilities(device: str) -> tuple[str, ...]:
 
 def _config(folder: str) -> Any:
     data = read_json(Path(folder) / "config.json")      # also with a byte order mark, which transformers does not read
+    for part in (data, data.get("text_config"), data.get("vision_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, dict) and part.get(key) == AUTO:
+                del part[key]       # transformers looks for a type of this name
     try:
         return CONFIG_MAPPING[data["model_type"]].from_dict(data)
     except Exception as error:      # transformers checks fields with exceptions of many kinds

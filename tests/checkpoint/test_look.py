@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from epdd import checkpoint as looks
 from epdd.checkpoint import headers
 from epdd.errors import ModelError
-from epdd.families import weights
-from epdd.worker import preprocess
+from epdd.families import Defaults, weights
+from epdd.worker import load, preprocess
 from tests import checkpoints
 from tests.worker.test_preprocess import normalised
 
@@ -206,6 +206,37 @@ def test_tied_embeddings_may_be_left_out_once(folder: Path) -> None:
     assert looks.look(str(folder))
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["auto", None])
+def test_where_no_type_is_named_it_is_that_of_the_weights(checkpoint: Callable[..., str], tmp_path: Path, key: str,
+                                                          value: str | None) -> None:
+    for stored in ("bfloat16", "float32"):
+        folder = Path(shutil.copytree(checkpoint("qwen3_vl", dtype=stored), tmp_path / stored))
+        edit(folder / "config.json", dtype=None, text_config__dtype=None, vision_config__dtype=None)
+        if value:
+            edit(folder / "config.json", **{key: value, f"text_config__{key}": value, f"vision_config__{key}": value})
+        # A few numbers of another type do not decide.
+        store(folder, lambda t: t.update({name: tensor.float() for name, tensor in t.items() if "norm" in name}))
+        found = looks.look(str(folder))
+        assert found.dtype == found.family.stored == stored
+        assert load.pick_dtype(str(folder), "auto", "cuda:0") is getattr(torch, stored)
+        assert load.load_vision(str(folder), "float32", "cpu").dtype is torch.float32
+
+
+@pytest.mark.parametrize("limit", [-1, 0, None])
+def test_top_k_may_be_off_in_each_spelling(folder: Path, limit: int | None) -> None:
+    edit(folder / "generation_config.json", do_sample=True, top_k=limit, temperature=0.7)
+    assert looks.look(str(folder)).family.defaults == Defaults(temperature=0.7, top_k=0)
+
+
+def test_templates_of_other_names_beside_the_default_one(folder: Path) -> None:
+    before = looks.look(str(folder)).prompts.template
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{% if %} of another name")
+    after = looks.look(str(folder)).prompts.template
+    assert (after.source, after.path) == (before.source, str(folder / "chat_template.jinja"))
+
+
 # --- end tokens
 
 
@@ -265,6 +296,22 @@ def test_a_template_that_shows_no_image_is_warned_of(folder: Path) -> None:
     assert ["shows no image" in warning for warning in looks.look(str(folder)).warnings] == [True]
 
 
+def test_an_end_token_of_minus_one_or_null_is_none(folder: Path) -> None:
+    ids = read(folder / "generation_config.json")["eos_token_id"]
+    plain = looks.look(str(folder)).family.eos_ids
+    assert set(plain) == set(ids) and len(ids) == 2
+    edit(folder / "generation_config.json", eos_token_id=[-1, ids[1]], pad_token_id=-1, bos_token_id=-1)
+    assert looks.look(str(folder)).family.eos_ids == (ids[1], ids[0])       # the other is config.json's
+    edit(folder / "config.json", eos_token_id=-1, text_config__eos_token_id=-1)
+    edit(folder / "generation_config.json", eos_token_id=-1)
+    assert looks.look(str(folder)).family.eos_ids == (ids[0],)      # the tokenizer's
+    whole = read(folder / "generation_config.json") | {"eos_token_id": None}
+    (folder / "generation_config.json").write_text(json.dumps(whole))
+    assert looks.look(str(folder)).family.eos_ids == (ids[0],)
+    edit(folder / "generation_config.json", eos_token_id=-2)
+    assert "eos_token_id is -2" in refused(folder)
+
+
 # --- what is refused
 
 
@@ -302,7 +349,7 @@ def test_the_daemon_refuses_before_anything_is_started(folder: Path, arguments: 
 def test_plan_of_epdctl_refuses_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from epdd.ctl.main import main
     os.truncate(folder / SINGLE, 5000)
-    assert main(["plan", "--model", str(folder)]) != 0
+    assert main(["plan", "--model", str(folder)]) == 78
     assert f"{folder / SINGLE}: " in capsys.readouterr().err
 
 
@@ -314,6 +361,10 @@ def _more_tokens(path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_tokens([f"<more {i}>" for i in range(640)])
     tokenizer.save(str(path))
+
+
+def prefix(folder: Path, text: str) -> None:
+    save_file({text + name: tensor for name, tensor in load_file(folder / SINGLE).items()}, folder / SINGLE)
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -332,6 +383,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
                  "lm_head.weight is stored as I8"),
     "unexpected": (lambda f: store(f, lambda t: t.update({"model.visual.more": torch.zeros(1)})),
                    "model.visual.more is no tensor of a qwen3_vl"),
+    "of DDP": (lambda f: prefix(f, "module."), "begins with 'module.', as names are saved by DistributedDataParallel"),
+    "of torch.compile": (lambda f: prefix(f, "_orig_mod."), "save what it holds (model._orig_mod.save_pretrained)"),
+    "of PEFT": (lambda f: prefix(f, "base_model.model."), "merge the adapter and save that"),
     "bin only": (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "PyTorch .bin"),
     "gguf only": (lambda f: (f / SINGLE).rename(f / "model-q4.gguf"), "GGUF"),
     "adapter only": (lambda f: ((f / SINGLE).unlink(), edit(f / "adapter_config.json", peft_type="LORA")),

@@ -108,6 +108,15 @@ def test_modelopt_with_its_own_file_only(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     with pytest.raises(ModelError, match=r"hf_quant_config.json: quantised by ModelOpt \(FP8\), which is not served"):
         read(tmp_path, None, a__weight=MATRIX, a__weight_scale=ONE)
+    with pytest.raises(ModelError, match=r"quantised by ModelOpt \(FP8\)"):     # before the weights are downloaded
+        quantization.check_settings(tmp_path, {})
+
+
+def test_what_modelopt_left_beside_weights_that_are_not_quantised(tmp_path: Path) -> None:
+    for said in ({"quant_algo": "FP8"}, {"quant_algo": None, "kv_cache_quant_algo": None}):
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+        assert read(tmp_path, None, a__weight=MATRIX.float()) == quantization.Quantization()
+    quantization.check_settings(tmp_path, {})
 
 
 def test_mlx(tmp_path: Path) -> None:

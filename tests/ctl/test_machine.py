@@ -44,9 +44,9 @@ def two_sockets():
 
 def test_plan(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert main(["plan", "--sysroot", str(tmp_path / "empty")]) == 1
+    assert main(["plan", "--sysroot", str(tmp_path / "empty")]) == 78
     assert "no CPU" in capsys.readouterr().err
-    assert main(["plan", "--set", "encoder.wrong=2"]) == 1
+    assert main(["plan", "--set", "encoder.wrong=2"]) == 78
     online = tmp_path / "sys/devices/system/cpu/online"
     online.parent.mkdir(parents=True)
     online.write_text("0-3")
@@ -71,9 +71,9 @@ def test_plan_for_a_machine_elsewhere_with_its_reasons(capsys, file):
 
 def test_plan_refuses_what_does_not_fit(capsys, file):
     path = file(two_sockets())
-    assert main(["plan", "--topology", path, "--set", "pd.workers=gpu:3"]) == 1
+    assert main(["plan", "--topology", path, "--set", "pd.workers=gpu:3"]) == 78
     assert "that takes 3 GPUs; there are 2 GPUs" in capsys.readouterr().err
-    assert main(["plan", "--topology", path + "x"]) == 1
+    assert main(["plan", "--topology", path + "x"]) == 78
     assert "machine.jsonx: No such file" in capsys.readouterr().err
 
 

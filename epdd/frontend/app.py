@@ -17,6 +17,7 @@ from epdd.frontend.body import Bodies
 from epdd.frontend.chat import ChatCompletions
 from epdd.frontend.context import Context
 from epdd.frontend.cors import Cors
+from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import RequestStats
 from epdd.frontend.pages import Pages
@@ -38,6 +39,7 @@ def build(context: Context) -> web.Application:
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, context.prompts, executor, config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
+    checker = GrammarChecker()
     bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max, config.server.body_timeout_s)
     context.connections.give_way = bodies.give_way
     media = Media(config.media, context.family, executor)
@@ -57,11 +59,12 @@ def build(context: Context) -> web.Application:
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         yield
         await media.close()
+        await checker.close()
         executor.shutdown(wait=False, cancel_futures=True)
 
     app.cleanup_ctx.append(lifetime)
-    chat = ChatCompletions(context, bodies, media, prompts, vocabulary, executor)
-    text = TextCompletions(context, bodies, prompts, vocabulary, executor)
+    chat = ChatCompletions(context, bodies, media, prompts, vocabulary, checker, executor)
+    text = TextCompletions(context, bodies, prompts, vocabulary, checker, executor)
     tokens = TokenPages(context, bodies, media, prompts, executor)
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):

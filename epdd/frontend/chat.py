@@ -14,9 +14,11 @@ from epdd.frontend.answers import Answers
 from epdd.frontend.body import Bodies
 from epdd.frontend.completions import Completions, Part, Turn
 from epdd.frontend.context import Context
+from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.media import Media
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import PromptMaker
+from epdd.frontend.schema import ChatBody
 
 
 class ChatCompletions(Completions):
@@ -25,8 +27,8 @@ class ChatCompletions(Completions):
     kind = "chatcmpl"
 
     def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,
-                 vocabulary: Vocabulary, executor: Executor) -> None:
-        super().__init__(context, bodies, prompts, vocabulary, executor)
+                 vocabulary: Vocabulary, checker: GrammarChecker, executor: Executor) -> None:
+        super().__init__(context, bodies, prompts, vocabulary, checker, executor)
         self._media = media
 
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
@@ -35,9 +37,9 @@ class ChatCompletions(Completions):
         own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._body(http, record, reading, stack)
-            chat, conversation = await self._parsed(openai.parse, body)
+            chat, conversation = await self._parsed(ChatBody, openai.chat, body)
             del body
-            await structured.check(chat.structure, self._executor)
+            await structured.check(chat.structure, self._checker)
             salt = context.keys.salt(http, chat.cache_salt)
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels, salt))

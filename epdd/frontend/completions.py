@@ -19,11 +19,12 @@ from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import bad_words, faults, ids
+from epdd.frontend import bad_words, faults, ids, reading, structured
 from epdd.frontend.answers import Answers, Chunks, Delta, Whole, total_usage
 from epdd.frontend.body import Bodies
 from epdd.frontend.bulk import Limits
 from epdd.frontend.context import Context
+from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.media import Held
 from epdd.frontend.metrics import Record
 from epdd.frontend.openai import Options
@@ -87,11 +88,12 @@ class Completions(ABC):
     chunks: type[Chunks] = Chunks
 
     def __init__(self, context: Context, bodies: Bodies, prompts: PromptMaker, vocabulary: Vocabulary,
-                 executor: Executor) -> None:
+                 checker: GrammarChecker, executor: Executor) -> None:
         self._context = context
         self._bodies = bodies
         self._prompts = prompts
         self._vocabulary = vocabulary
+        self._checker = checker
         self._executor = executor
         self._limits = limits_of(context)
 
@@ -128,11 +130,14 @@ class Completions(ABC):
         record.accept()
         return body
 
-    async def _parsed(self, parse: Callable[..., T], body: bytearray) -> T:
-        """What `parse` of `openai.py` makes of a body."""
-        context = self._context
-        asked = (context.family, context.model_names, context.config.server.strict, self._limits)
-        return await off_loop(self._executor, len(body), parse, body, *asked)
+    async def _parsed(self, kind: type[msgspec.Struct], understand: Callable[..., T], body: bytearray) -> T:
+        """What `understand`, of `openai.py`, makes of a body."""
+        context, size = self._context, len(body)
+        asked, ignored = await off_loop(self._executor, size, reading.parse, body, kind, context.config.server.strict,
+                                        self._limits)
+        if structured.wanted(asked):
+            size = INLINE_BYTES + 1
+        return await off_loop(self._executor, size, understand, asked, ignored, context.family, context.model_names)
 
     @abstractmethod
     async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:

@@ -26,6 +26,10 @@ CHOICES_MAX = 2000
 CHOICE_CHARS_MAX = 64 << 10     # of all together
 
 _ANY_OBJECT = {"type": "object"}
+# Fields that ask for a form by themselves, and for which kind of it.
+_SPELLINGS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+              "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar", "format": "json"}
+FIELDS = ("response_format", "structured_outputs", *_SPELLINGS)
 # Keys of vLLM's structured_outputs besides the forms, with what they may say: the spacing of JSON is set here.
 _SPACING = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties", "whitespace_pattern")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -75,9 +79,7 @@ def _asked(data: _Json) -> Iterator[tuple[str, str, Any]]:
                 yield f"structured_outputs.{key}", key, value
         elif key != "backend":
             raise BadRequest(f"structured_outputs has no field {key[:100]}", param="structured_outputs")
-    for name, kind in (("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice"),
-                       ("guided_grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"), ("ebnf", "grammar"),
-                       ("grammar", "grammar"), ("format", "json")):
+    for name, kind in _SPELLINGS.items():
         value = data.get(name)
         if name == "format" and value == "json":
             yield name, "json_object", True

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 RULES_MAX = 500
 DEPTH_MAX = 24              # of brackets; the library reads 32
 TIMES_MAX = 100_000         # of a repetition
+SIGNS_MAX = 4               # repetitions one after another: each is a bracket more, and writing calls itself for each
 
+# No text may match in two ways here: trying them all would take seconds.
 _TOKEN = re.compile(r"""
     (?P<space>[ \t\r\n]+|\#[^\n]*)
   | (?P<name>[A-Za-z0-9_-]+)
   | (?P<text>"(?:\\.|[^"\\\n])*")
   | (?P<set>\[(?:\\.|[^\]\\])*\])
-  | (?P<times>\{[ ]*[0-9]*[ ]*(?:,[ ]*[0-9]*[ ]*)?\})
+  | (?P<times>\{[ ]*(?:[0-9]+[ ]*)?(?:,[ ]*(?:[0-9]+[ ]*)?)?\})
   | (?P<sign>::=|[|()*+?.])
 """, re.VERBOSE | re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
@@ -207,21 +209,33 @@ class _Parser:
         return node if node.lark.startswith("(") else _Node("({})", (node,))
 
     def _repeated(self, node: _Node) -> _Node:
+        count = 0
         while self._at < len(self._tokens):
             kind, text, _ = self._tokens[self._at]
             if kind == "times":
-                least, comma, most = (part.strip() for part in text[1:-1].partition(","))
-                if not least and not most:
-                    raise self._fault(f"{text} says no number")
-                low, high = int(least or 0), int(most) if most else None if comma else int(least)
-                if max(low, high or 0) > TIMES_MAX or high is not None and high < low:
-                    raise self._fault(f"{text} is no range up to {TIMES_MAX}")
-                text = "{" + str(low) + "," + ("" if high is None else str(high)) + "}"
+                text = self._times(text)
             elif text not in ("*", "+", "?"):
                 break
+            count += 1
+            if count > SIGNS_MAX:
+                raise self._fault(f"over {SIGNS_MAX} repetitions follow one another")
             self._at += 1
             node = _Node("({})" + _escaped(text), (node,))
         return node
+
+    def _times(self, text: str) -> str:
+        """{2}, {2,} or {2,3} as {2,2}, {2,} or {2,3}."""
+        least, comma, most = (part.strip() for part in text[1:-1].partition(","))
+        if not least and not most:
+            raise self._fault(f"{text[:40]} says no number")
+        # Python refuses to read numbers of thousands of digits.
+        low, high = (int(part.lstrip("0")[:7] or 0) for part in (least, most))
+        unbounded = bool(comma and not most)
+        if not comma:
+            high = low
+        if max(low, high) > TIMES_MAX or not unbounded and high < low:
+            raise self._fault(f"{text[:40]} is no range up to {TIMES_MAX}")
+        return "{" + str(low) + "," + ("" if unbounded else str(high)) + "}"
 
     def _set(self, text: str) -> str:
         """A set of characters as a regular expression."""

@@ -65,7 +65,12 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
 
     Raises BadRequest with `param`, or NotFound for another model's name.
     """
-    asked, ignored = reading.parse(body, ChatBody, strict, limits)
+    return chat(*reading.parse(body, ChatBody, strict, limits), family, models)
+
+
+def chat(asked: ChatBody, ignored: tuple[str, ...], family: Family, models: Sequence[str]
+         ) -> tuple[Chat, Conversation]:
+    """What `parse` returns, of what `reading.parse` has read."""
     model = check_model(asked.model, models)
     structure = structured.parse(msgspec.structs.asdict(asked))
     said = conversation(asked, structure.tools)
@@ -81,7 +86,12 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
 def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False,
                limits: Limits = Limits()) -> tuple[Options, list[Prompt]]:
     """A text completion's body.  Raises as `parse` does."""
-    asked, ignored = reading.parse(body, CompletionBody, strict, limits)
+    return text(*reading.parse(body, CompletionBody, strict, limits), family, models)
+
+
+def text(asked: CompletionBody, ignored: tuple[str, ...], family: Family, models: Sequence[str]
+         ) -> tuple[Options, list[Prompt]]:
+    """What `parse_text` returns, of what `reading.parse` has read."""
     model = check_model(asked.model, models)
     structure = structured.parse(msgspec.structs.asdict(asked))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):

@@ -1,26 +1,20 @@
 """What an answer has to look like: the forms of `constraints.py` and the fields of `tools.py`.
 
-They become one grammar, which a PD worker enforces token by token.  `parse` looks at shapes and sizes; `check` compiles
-what the request brought, so that no worker ever hears of a schema that is wrong.
+They become one grammar, which a PD worker enforces token by token.  `parse` looks at shapes and sizes; `check` has it
+compiled, so that no worker ever hears of a schema that is wrong.
 """
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from epdd.errors import BadRequest
 from epdd.frontend import constraints
 from epdd.frontend import tools as tool_fields
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+from epdd.frontend.grammar_checker import GrammarChecker
 
 GRAMMAR_CHARS_MAX = 128 << 10   # of all schemas of a request
-CHECKED_KEPT = 32               # grammars known to be good: agents send the same tools turn after turn
 
 _Json = dict[str, Any]
 
@@ -33,6 +27,11 @@ class Structure:
     calls: bool = False         # the answer may hold calls
     tools: list[_Json] = field(default_factory=list)    # for the template
     terms: tuple[tuple[str, str], ...] = ()     # (place in the request, grammar) of each schema by itself
+
+
+def wanted(asked: Any) -> bool:
+    """Whether a body has any field that `parse` works on: up to 50 ms, which the event loop has not."""
+    return any(getattr(asked, name, None) for name in ("tools", *constraints.FIELDS))
 
 
 def parse(data: _Json) -> Structure:
@@ -55,30 +54,16 @@ def parse(data: _Json) -> Structure:
     return Structure(grammar, bool(tools.callable), tools.shown, tuple(terms))
 
 
-async def check(structure: Structure, executor: Executor) -> None:
-    """Compile it, off the event loop.  Raises BadRequest naming the schema at fault."""
-    if structure.grammar:
-        await asyncio.get_running_loop().run_in_executor(executor, _check, structure)
-
-
-def _check(structure: Structure) -> None:
-    for param, term in structure.terms:
-        if fault := _fault(term):
-            raise BadRequest(f"{param}: {fault}", param=param)
-    if len(structure.terms) > 1 and (fault := _fault(structure.grammar)):
+async def check(structure: Structure, checker: GrammarChecker) -> None:
+    """Raises BadRequest naming the schema at fault, CapacityError if it cannot be checked now."""
+    if not structure.grammar:
+        return
+    grammars = [term for _, term in structure.terms]
+    if len(grammars) > 1:
+        grammars.append(structure.grammar)
+    place, fault = await checker.fault(grammars)
+    if place == len(structure.terms):
         raise BadRequest(f"tools: all together: {fault}", param="tools")
-
-
-@lru_cache(CHECKED_KEPT)
-def _fault(grammar: str) -> str:
-    """What is wrong with a grammar; nothing if it can be followed."""
-    # Here and not above: most daemons never need it, and it takes 9 MB.
-    from epdd.grammar import begin, fault
-    return fault(begin(grammar, _byte_tokens()))
-
-
-@cache
-def _byte_tokens() -> LLTokenizer:
-    """Where each token is a byte: all that a grammar can be told by without the checkpoint's own."""
-    import llguidance
-    return llguidance.LLTokenizer("byte")
+    if place >= 0:
+        param = structure.terms[place][0]
+        raise BadRequest(f"{param}: {fault}", param=param)

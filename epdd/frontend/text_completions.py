@@ -15,6 +15,7 @@ from epdd.frontend.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.completions import Completions, Part, Turn
 from epdd.frontend.metrics import Record
 from epdd.frontend.prompt import Prompt
+from epdd.frontend.schema import CompletionBody
 
 _Json = dict[str, Any]
 
@@ -79,9 +80,9 @@ class TextCompletions(Completions):
         own = ids.own(http)
         async with AsyncExitStack() as reading:
             body = await self._body(http, record, reading, stack)
-            options, texts = await self._parsed(openai.parse_text, body)
+            options, texts = await self._parsed(CompletionBody, openai.text, body)
             del body
-            await structured.check(options.structure, self._executor)
+            await structured.check(options.structure, self._checker)
             salt = context.keys.salt(http, options.cache_salt)
             parts = []
             for index, text in enumerate(texts):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -19,6 +17,8 @@ from epdd.errors import BadRequest
 from epdd.families import Family
 from epdd.frontend import constraints, openai, structured
 from epdd.frontend.tools import REGEX_CHARS_MAX
+
+from .checking import check
 
 OBJECT = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"],
           "additionalProperties": False}
@@ -56,8 +56,7 @@ def fits(sent: dict[str, Any], answer: str) -> bool:
 
 def refused(**sent: Any) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        with ThreadPoolExecutor(1) as executor:
-            asyncio.run(structured.check(structured.parse(sent), executor))
+        check(structured.parse(sent))
     assert caught.value.status == 400 and len(caught.value.message) < 300 and "\n" not in caught.value.message
     return caught.value
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +12,8 @@ from epdd.frontend import structured
 from epdd.frontend.structured import Structure
 from tests import schemas
 
+from .checking import check
+
 OBJECT = {"type": "object", "properties": {"at": {"type": "integer"}}}
 PROPERTIES = {f"p{at}": {} for at in range(500)}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": OBJECT}}
@@ -22,8 +22,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": OBJECT}}
 def prepared(**fields: Any) -> Structure:
     """As the endpoint does it: shapes, then compiling."""
     structure = structured.parse(fields)
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.run(structured.check(structure, executor))
+    check(structure)
     return structure
 
 

@@ -1,0 +1,26 @@
+"""Grammars checked as the endpoints do it, by one process for all tests of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+
+import uvloop
+
+from epdd.frontend import structured
+from epdd.frontend.grammar_checker import GrammarChecker
+from epdd.frontend.structured import Structure
+
+_runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+_checker = GrammarChecker()
+
+
+def check(structure: Structure) -> None:
+    """Raises BadRequest."""
+    _runner.run(structured.check(structure, _checker))
+
+
+@atexit.register
+def _end() -> None:
+    _runner.run(_checker.close())
+    _runner.close()

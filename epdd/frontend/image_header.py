@@ -27,9 +27,10 @@ _EXIF_SEGMENTS_MAX = 64         # of those: 4 MB, where cameras write one
 _SCANS_FREE = 16                # of a JPEG of any size: a progressive one usually has 10
 _SCANS_MAX = 500                # what libjpeg-turbo's own tools allow
 _SCANS_PIXELS_MAX = 1_500_000_000   # scans x pixels: some seconds of libjpeg at worst
+_ARITHMETIC = (0xC9, 0xCA)      # starts of frame: an arithmetic decoder makes pixels of next to no bytes, and each ...
+_ARITHMETIC_SCAN = 5            # ... component of a scan takes it as long as so many other scans
 _MARKS_MAX = 3_000_000          # bytes of 255 that are looked at in search of scans: 0.05 s
 _CHUNKS_MAX = 1 << 15           # of a PNG or WebP: 1 KiB each in the largest file
-_PROFILES_MAX = 8               # of a PNG, each of which may unpack to 1 MB
 _BLOCKS_MAX = 1 << 16           # of a GIF before its first frame: extensions and their sub-blocks
 # Pillow decodes run-length BMPs in Python, run by run and partly pixel by pixel: 1.5 s at these limits.
 _RUN_LENGTH_BYTES_MAX = 2 << 20
@@ -84,7 +85,7 @@ def read(data: bytes) -> Header:
 
 
 def _jpeg(data: bytes) -> _Raw:
-    at, size, exif, xmp = 2, (0, 0), [], b""
+    at, size, exif, xmp, arithmetic = 2, (0, 0), [], b"", False
     for _ in range(_SEGMENTS_MAX):
         at = data.index(b"\xff", at)    # bytes between segments are skipped, as decoders do
         marker = data[at + 1]
@@ -101,7 +102,7 @@ def _jpeg(data: bytes) -> _Raw:
             if size != (0, 0):
                 return _Raw(0, 0)       # a second one: decoders differ in which they take
             height, width = struct.unpack_from(">HH", body, 1)
-            size = width, height
+            size, arithmetic = (width, height), marker in _ARITHMETIC
         elif marker == 0xE1 and body.startswith(b"Exif\0\0"):
             exif.append(body[6:])       # long EXIF data continues in the next segment
         elif marker == 0xE1 and body.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
@@ -111,18 +112,18 @@ def _jpeg(data: bytes) -> _Raw:
         raise _Endless(f"over {_SEGMENTS_MAX} segments before its pixels")
     if len(exif) > _EXIF_SEGMENTS_MAX:
         raise _Endless(f"over {_EXIF_SEGMENTS_MAX} segments of EXIF data")
-    _check_scans(data, at, size[0] * size[1])
+    _check_scans(data, at, size[0] * size[1], arithmetic)
     return _Raw(*size, b"".join(exif), xmp)
 
 
-def _check_scans(data: bytes, at: int, pixels: int) -> None:
+def _check_scans(data: bytes, at: int, pixels: int, arithmetic: bool) -> None:
     """Raises _Endless where a JPEG whose first scan is at `at` goes over its pixels too often."""
     # More than there are, since metadata, a second picture or a film behind the first hold such bytes too.
-    if data.count(b"\xff\xda", at) <= _SCANS_FREE:
+    if not arithmetic and data.count(b"\xff\xda", at) <= _SCANS_FREE:
         return
     if data.count(b"\xff", at) > _MARKS_MAX:
         raise _Endless("too many markers")
-    scans = segments = 0
+    scans = segments = work = 0
     while found := _MARKER.search(data, at):
         marker, at = data[found.start() + 1], found.end()
         if marker == 0xD9:
@@ -131,9 +132,10 @@ def _check_scans(data: bytes, at: int, pixels: int) -> None:
             continue
         if marker == 0xDA:
             scans += 1
+            work += _ARITHMETIC_SCAN * data[at + 2] if arithmetic else 1
         segments += 1
-        if scans > _SCANS_MAX or scans > _SCANS_FREE and scans * pixels > _SCANS_PIXELS_MAX:
-            raise _Endless(f"over {scans - 1} scans")
+        if scans > _SCANS_MAX or work > _SCANS_FREE and work * pixels > _SCANS_PIXELS_MAX:
+            raise _Endless(f"{scans} arithmetic-coded scans or more" if arithmetic else f"over {scans - 1} scans")
         if segments > _SEGMENTS_MAX:
             raise _Endless(f"over {_SEGMENTS_MAX} segments between its scans")
         at += int.from_bytes(data[at:at + 2], "big")
@@ -144,7 +146,7 @@ def _png(data: bytes) -> _Raw:
     if data[8:16] != b"\0\0\0\x0dIHDR":
         return _Raw(0, 0)
     width, height = struct.unpack_from(">II", data, 16)
-    exif, xmp, at, profiles, pixels = b"", b"", 33, 0, False
+    exif, xmp, at, pixels = b"", b"", 33, False
     for _ in range(_CHUNKS_MAX):
         if pixels and at + 8 > len(data):
             break                       # cut off in its pixels: the decoder's to refuse
@@ -159,12 +161,9 @@ def _png(data: bytes) -> _Raw:
             exif = data[at + 8:at + 8 + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0", at + 8):
             xmp = data[at + 8:at + 8 + length]
-        profiles += kind == b"iCCP"
         at += 12 + length
     else:
         raise _Endless(f"over {_CHUNKS_MAX} chunks")
-    if profiles > _PROFILES_MAX:
-        raise _Endless(f"over {_PROFILES_MAX} colour profiles")
     return _Raw(width, height, exif, xmp)
 
 

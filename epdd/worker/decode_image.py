@@ -24,7 +24,10 @@ Pixels = NDArray[np.uint8]      # [height, width, 3]
 # Clients' files must not fill the log; what is wrong with them is said by the error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
-JPEG_TABLES_MAX = 16          # segments of them: Pillow reads each table in Python
+JPEG_TABLES_MAX = 16            # segments of them: Pillow reads each table in Python
+PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")     # chunks that pixels depend on
+STEP_PIXELS = 1 << 20           # converted at once
+PNG_START = b"\x89PNG\r\n\x1a\n"
 WHITE = (255, 255, 255)         # what lies behind transparent pixels; part of the daemon's cache key
 
 _TURNS: dict[int, Callable[[Pixels], Pixels]] = {
@@ -49,7 +52,7 @@ def decode(data: bytes, size: tuple[int, int], orientation: int = 1) -> Pixels:
     try:
         pixels = _fast_jpeg(data, size) if form == "JPEG" else None
         if pixels is None:
-            pixels = _by_pillow(_without_metadata(data) if form == "JPEG" else data, form, size)
+            pixels = _by_pillow(_BARE.get(form, bytes)(data), form, size)
     except (MediaError, MemoryError):   # too little memory is ours to answer for: its pixels were counted long before
         raise
     except Exception:  # a decoder may raise anything at all on hostile bytes
@@ -62,7 +65,7 @@ def sniff(data: bytes) -> str:
     """Pillow's name of the format by the first bytes; labels are never trusted.  Raises MediaError."""
     if data[:3] == b"\xff\xd8\xff":
         return "JPEG"
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
+    if data.startswith(PNG_START):
         return "PNG"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
@@ -89,7 +92,7 @@ def _fast_jpeg(data: bytes, size: tuple[int, int]) -> Pixels | None:
     return decoded
 
 
-def _without_metadata(data: bytes) -> bytes:
+def _bare_jpeg(data: bytes) -> bytes:
     """A JPEG with nothing before its first scan but what its pixels depend on.
 
     Pillow reads the rest in Python: a file of 64 KB can make it spend 300 MB on EXIF tags that lie over one another.
@@ -114,13 +117,33 @@ def _without_metadata(data: bytes) -> bytes:
         at += 2 + length
 
 
+def _bare_png(data: bytes) -> bytes:
+    """A PNG with nothing but what its pixels depend on: those of IDAT, whatever frames there are besides.
+
+    Pillow unpacks compressed texts: a chunk of 1 KB to 1 MB, and not all of them count for its limit.
+    """
+    at, kept = len(PNG_START), [PNG_START]
+    while at + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            kept.append(data[at:])
+            break
+        if kind in PNG_KEPT:
+            kept.append(data[at:at + 12 + length])
+        at += 12 + length
+    return b"".join(kept)
+
+
+_BARE: dict[str, Callable[[bytes], bytes]] = {"JPEG": _bare_jpeg, "PNG": _bare_png}
+
+
 def _by_pillow(data: bytes, form: str, size: tuple[int, int]) -> Pixels:
     """Pillow's pixels.  Raises MediaError, and whatever Pillow does."""
     try:
         with _pixels_max(size[0] * size[1]):
             image = Image.open(io.BytesIO(data), formats=[form])
             _check_size(image.size, size)
-            return np.asarray(_as_rgb(image))
+            return _pixels(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _another_size() from None
     except UnidentifiedImageError:
@@ -149,9 +172,20 @@ def _another_size() -> MediaError:
     return MediaError("the image's pixels have another size than its header says", code="image_parse_error")
 
 
+def _pixels(image: Image.Image) -> Pixels:
+    """Converted some rows at a time: the whole at once would take up to four copies of it."""
+    image.load()
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, STEP_PIXELS // width)
+    for top in range(0, height, rows):
+        below = min(top + rows, height)
+        pixels[top:below] = np.asarray(_as_rgb(image.crop((0, top, width, below))))
+    return pixels
+
+
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Eight bits a channel, three channels, no transparency."""
-    image.load()
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255 instead of scaling.
         depth = np.asarray(image)

@@ -88,6 +88,17 @@ def scans(width: int, height: int, count: int, between: bytes = b"") -> bytes:
     return bytes(data + (between + scan) * (count - 1) + END)
 
 
+def arithmetic(width: int, height: int, count: int) -> bytes:
+    """An arithmetic-coded JPEG of so many scans; where the bytes end, its decoder goes on with zeros."""
+    def scan(*components: int) -> bytes:
+        return segment(0xDA, bytes([len(components), *(byte for each in components for byte in (each, 0)), 0, 63, 0])
+                       ) + b"\x1b\x2c\x4d\x5e"
+
+    frame = struct.pack(">BHHB", 8, height, width, 3) + b"\1\x11\0\2\x11\0\3\x11\0"
+    return (b"\xff\xd8" + segment(0xDB, b"\0" + b"\1" * 64) + segment(0xC9, frame) + scan(3)
+            + scan(1, 2) * (count - 1) + END)
+
+
 def jpeg(width: int = 24, height: int = 16, before: bytes = b"", behind: bytes = b"", **options: object) -> bytes:
     """With `before` behind its start, and `behind` its end."""
     file = io.BytesIO()

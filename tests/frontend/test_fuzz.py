@@ -161,7 +161,7 @@ FILES = [_file("PNG"), _file("PNG", exif=_exif(6)), _file("JPEG"), _file("JPEG",
 
 HOSTILE = [hostile.two_headers(64, 65), hostile.another_chunk_first(64, 65), hostile.empty_sub_block(64, 65),
            hostile.two_frames(64, 65), hostile.scans(64, 64, 20), hostile.run_length(24, 16, b"\x18\1\0\0"),
-           hostile.sub_blocks(20), hostile.jpeg(before=hostile.overlapping_exif(9)),
+           hostile.arithmetic(64, 64, 3), hostile.sub_blocks(20), hostile.jpeg(before=hostile.overlapping_exif(9)),
            hostile.png(8, 8, hostile.chunk(b"eXIf", _exif(6).tobytes()[6:]))]
 PIECES = [b"\xff\xd9", b"\xff\xda\0\x0c", b"\xff\xc0\0\x0b\x08\0\x20\0\x20\1\1\x11\0", hostile.png_header(9, 7),
           hostile.chunk(b"IEND"), b"\x21\xff\0", b"\x21\xfe\0", b"\x2c\0\0\0\0\x20\0\x20\0\0", b"ANMF\x10\0\0\0",

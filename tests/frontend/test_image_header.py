@@ -163,7 +163,8 @@ def test_a_png_side_of_zero_is_damage() -> None:
     (hostile.jpeg(before=hostile.segment(0xE1, b"Exif\0\0" + bytes(9)) * 65), "64 segments of EXIF"),
     (hostile.png(8, 8, hostile.chunk(b"abCd") * 33_000), "32768 chunks"),
     (hostile.png(8, 8, hostile.chunk(b"IDAT") * 33_000), "32768 chunks"),
-    (hostile.png(8, 8, hostile.chunk(b"iCCP", b"a\0\0") * 9), "8 colour profiles"),
+    (hostile.arithmetic(8000, 7998, 16), "3 arithmetic-coded scans or more"),
+    (hostile.arithmetic(64, 64, 501), "501 arithmetic-coded scans or more"),
     (save((8, 8), "WEBP", exif=exif(6)) + b"abcd\0\0\0\0" * 33_000, "32768 chunks"),
     (hostile.sub_blocks(70_000), "65536 blocks"),
     (hostile.run_length(4000, 4000, b"\1\1\0\0"), "run-length"),
@@ -190,8 +191,8 @@ def test_headers_with_two_sizes(data: bytes) -> None:
     hostile.jpeg(progressive=True, behind=b"film" + b"\xff\xda\0\x0c" * 5000),     # a motion photo's
     hostile.jpeg(before=hostile.segment(0xE1, b"Exif\0\0" + b"\xff\xda" * 3000)),     # a preview's
     hostile.jpeg(before=hostile.segment(0xE2, bytes(65000)) * 300), hostile.jpeg(before=hostile.overlapping_exif(9)),
-    hostile.png(24, 16, hostile.chunk(b"IDAT") * 30_000), hostile.run_length(24, 16, b"\x18\1\0\0")],
-    ids=range(8))
+    hostile.png(24, 16, hostile.chunk(b"IDAT") * 30_000), hostile.run_length(24, 16, b"\x18\1\0\0"),
+    hostile.arithmetic(24, 16, 500), hostile.png(24, 16, hostile.chunk(b"iCCP", b"a\0\0") * 30_000)], ids=range(10))
 def test_odd_files_that_are_soon_decoded(data: bytes) -> None:
     assert size_of(data) == (24, 16)
 

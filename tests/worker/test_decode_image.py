@@ -15,9 +15,12 @@ from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from epdd.errors import IMAGE_CODES, MediaError
 from epdd.frontend import image_header
+from epdd.worker import decode_image
 from epdd.worker.decode_image import Pixels, decode, sniff
 from tests.checkpoints import picture
 from tests.frontend import hostile
+
+TEXT = zlib.compress(bytes((1 << 20) - 1))
 
 
 def pixels(data: bytes) -> Pixels:
@@ -211,11 +214,46 @@ def test_metadata_is_no_business_of_the_decoder() -> None:
         pixels(plain[:2] + hostile.segment(0xDB, (b"\0" + b"\1" * 64) * 1000) * 17 + plain[2:])
 
 
+@pytest.mark.parametrize("text", [
+    hostile.chunk(b"zTXt", b"\0\0" + TEXT), hostile.chunk(b"iTXt", b"k\0\1\0\xff\0k\0" + TEXT),
+    hostile.chunk(b"zTXt", b"k\0\0" + TEXT), hostile.chunk(b"iCCP", b"k\0\0" + TEXT)],
+    ids=["no key", "no UTF-8", "key", "profile"])
+def test_packed_texts_of_a_png_are_not_unpacked(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a millisecond, and a file has room for 32,768."""
+    plain = encoded(picture(40, 30), "PNG")
+    monkeypatch.setattr(PngImagePlugin, "_safe_zlib_decompress", lambda data: pytest.fail("unpacked"))
+    at = plain.index(b"IDAT") - 4
+    stuffed = plain[:at] + text * 100 + plain[at:-12] + text * 100 + plain[-12:]
+    assert np.array_equal(pixels(stuffed), np.asarray(picture(40, 30)))
+
+
+def test_a_large_image_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are put together right, and memory is that of the pixels and a piece more."""
+    rgba = picture(61, 47).convert("RGBA")
+    rgba.putalpha(Image.linear_gradient("L").resize(rgba.size))
+    depth = Image.fromarray(np.arange(61 * 47, dtype=np.uint16).reshape(47, 61) * 22)
+    files = [encoded(rgba, "PNG"), encoded(rgba.convert("LA"), "PNG"), encoded(depth, "PNG"),
+             encoded(picture(61, 47).quantize(9), "PNG", transparency=3), encoded(picture(61, 47), "PNG", transparency=(
+                 picture(61, 47).getpixel((0, 0)))), encoded(rgba.convert("CMYK"), "JPEG"), encoded(rgba, "WEBP")]
+    whole = [pixels(file) for file in files]
+    monkeypatch.setattr(decode_image, "STEP_PIXELS", 10 * 61 + 7)
+    assert all(np.array_equal(pixels(file), seen) for file, seen in zip(files, whole))
+    monkeypatch.undo()
+    large = hostile.png(4000, 4000)
+    tracemalloc.start()
+    try:
+        assert pixels(large).shape == (4000, 4000, 3)
+        assert tracemalloc.get_traced_memory()[1] < 1.3 * 3 * 4000 * 4000
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("data", [
-    hostile.scans(1600, 1600, 500), hostile.run_length(2000, 2000, b"\1\1\0\0"), hostile.sub_blocks(60_000),
+    hostile.scans(1600, 1600, 500), hostile.arithmetic(2000, 2000, 25),
+    hostile.run_length(2000, 2000, b"\1\1\0\0"), hostile.sub_blocks(60_000),
     hostile.png(8, 8, hostile.chunk(b"abCd") * 30_000), hostile.jpeg(before=hostile.segment(0xE1, b"Exif\0\0" + bytes(
         60_000)) * 60), hostile.png(8, 8, hostile.chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 20))) * 8)],
-    ids=["scans", "runs", "sub-blocks", "chunks", "segments", "profiles"])
+    ids=["scans", "arithmetic", "runs", "sub-blocks", "chunks", "segments", "profiles"])
 def test_what_is_just_allowed_is_soon_decoded(data: bytes) -> None:
     header = image_header.read(data)
     began = time.process_time()

@@ -4,12 +4,15 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: help serve test check test-numa versions clients lint clean install-system
+.PHONY: help serve test check test-numa versions clients lint docs site reference clean install-system
 
 help:
 	@echo "make serve           set up $(VENV) and serve the demo model at http://127.0.0.1:8765"
 	@echo "make test            set up $(VENV) for tests; flake8, mypy, import-linter and pytest"
 	@echo "make check, lint     the same in an environment that is there; lint without pytest"
+	@echo "make docs            set up $(VENV), build the documentation and show it at http://127.0.0.1:8000"
+	@echo "make site            the documentation into build/site, with warnings as errors"
+	@echo "make reference       docs/reference anew, from the code"
 	@echo "make test-numa       the service on an emulated machine of five NUMA nodes (QEMU)"
 	@echo "make versions        the oldest and the newest transformers"
 	@echo "make clients         what tests/clients runs: other people's clients, 2 GB"
@@ -38,11 +41,22 @@ versions: $(VENV)/.installed-test
 clients: $(VENV)/.installed-test
 	$(BIN)/python -m tests.clients.venvs
 
-lint: $(VENV)/.installed-test
-	$(BIN)/flake8 epdd tests tools
+lint: $(VENV)/.installed-test site
+	$(BIN)/flake8 epdd tests tools docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/audit.py
+
+docs: site
+	@echo "the documentation is at http://127.0.0.1:8000"
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+site: $(VENV)/.installed-test
+	$(BIN)/python tools/reference.py --check
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/site-cache docs build/site
+
+reference: $(VENV)/.installed-test
+	$(BIN)/python tools/reference.py
 
 # Kernels are compiled at the installation: it is done again once there is a compiler that was not there then.
 COMPILER := $(firstword $(foreach name,g++ c++,$(shell command -v $(name))))
@@ -58,7 +72,7 @@ $(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/
 	@echo "$(COMPILER)" >$@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[test]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[test,docs]
 	touch $@
 
 # As root: the daemon under systemd, from a venv that every user can read.

@@ -183,7 +183,7 @@ POLICIES = {                                # router.policy, in the words of `ep
     "gpu-only": "GPU encoders alone, all where there is no GPU; for comparison",
 }
 
-_CHOICES = {
+CHOICES = {                               # what a setting that is a word may be
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "model.reasoning": ("auto", "off"),
     "encoder.quantize": ("", "int8"),
@@ -245,7 +245,7 @@ def from_file(config: Config, path: Path) -> Config:
 
 def validate(config: Config) -> None:
     """Raises ConfigError on values that cannot work."""
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         if value not in allowed:

@@ -107,7 +107,7 @@ class MediaError(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """The client sends its request too slowly, or not at all."""
+    """The client sent its request too slowly, or not at all."""
 
     status = 408
     code = "request_timeout"
@@ -134,7 +134,7 @@ class ContextLength(RequestError):
 
 
 class Rejected(RequestError):
-    """It was lost with two workers, one after the other; refused for a while, and never tried a third time."""
+    """Two workers crashed on this content, one after the other: it is rejected for `fleet.poison_s` seconds."""
 
     code = "prompt_rejected"
 
@@ -172,7 +172,7 @@ class NoWorker(CapacityError):
 
 
 class OutOfMemory(CapacityError):
-    """A device has no memory for this work, tried alone and once more."""
+    """A device has too little free memory for this work, also on a second try by itself."""
 
     code = "out_of_memory"
 
@@ -187,7 +187,7 @@ class WorkerError(EpddError):
 
 
 class WorkerLost(WorkerError):
-    """The process ended while it held the work, or was about to when it should have got it."""
+    """The worker's process ended while it had the work, or as it was to get it."""
 
     status = 503
     code = "worker_lost"
@@ -214,14 +214,14 @@ class WorkerFailed(WorkerError):
 
 
 class DeviceError(WorkerError):
-    """A GPU failed under this process, for good: the worker ends, and its GPU is looked at before the next one."""
+    """A GPU failed: its worker ends, and the driver is asked about the GPU before the next worker starts."""
 
     code = "device_error"
     exit_code = 79      # not StartupError's: on a GPU that is still there a new process may well do
 
 
 class ProtocolError(EpddError):
-    """A peer broke the wire format: a bug; the worker is replaced."""
+    """A worker sent a message that breaks the wire format, which is a bug: the worker is replaced."""
 
     code = "protocol_error"
 

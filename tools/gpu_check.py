@@ -4,9 +4,9 @@
     python3 tools/gpu_check.py --out DIR --cpu
 
 Runs in the root of a working tree, uninstalled, with torch and transformers; `--wheels` names a folder with wheels of
-what else is missing (docs/gpu.md has the list and the command that fetches them).  Each part is a process with a time
-limit of its own: one that fails is a row of the table and stops no other.  Everything lands in DIR: rows as JSON, each
-part's log, the table.  The table is printed last.  `--cpu` rehearses every part at small size without a GPU.
+what else is missing (docs/howto/gpus.md has the list and the command that fetches them).  Each part is a process with
+a time limit of its own: one that fails is a row of the table and stops no other.  Everything lands in DIR: rows as
+JSON, each part's log, the table.  The table is printed last.  `--cpu` rehearses every part at small size without a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What becomes of each field that clients send: taken, refused because it would change the answer, or without effect.
 
-`field_table.py` has the rows.  `python -m epdd.frontend.fields` prints docs/fields.md.
+`field_table.py` has the rows.  `python -m epdd.frontend.fields` prints docs/reference/fields.md.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from epdd.frontend.field_table import HARMLESS, REFUSED, TAKEN, Refused
 
 _NAME_CHARS_MAX = 100       # of what a message quotes
 
-_HEAD = """# Fields of completions
+_HEAD = """<!-- Made from epdd.frontend.field_table. Do not edit: run `make reference`. -->
 
-What `POST /v1/chat/completions` and `/v1/completions` do with each field that clients of OpenAI, vLLM, SGLang,
-llama.cpp and Ollama send.  A field that would change the answer is taken or refused with a 400, never dropped.  A field
-that is in no table is ignored and counted in `epdd_ignored_fields_total`, or refused if `server.strict` is set.  `null`
-is the same as absent everywhere.  `GET /openapi.json` has types and ranges.
+# Request fields
 
-This page is printed by `python -m epdd.frontend.fields`.
+This page lists every field that clients of OpenAI, vLLM, SGLang, llama.cpp and Ollama send to
+`POST /v1/chat/completions` and `/v1/completions`. A field that would change the answer is honoured or refused with a
+400. A field in none of these tables is ignored and counted in `epdd_ignored_fields_total`; with `server.strict` it is
+refused. `null` is the same as absent. [HTTP](http.md) has types and ranges.
 """
 
 
@@ -61,21 +61,22 @@ def properties(known: Collection[str]) -> dict[str, Any]:
 
 
 def page(chat: Collection[str], text: Collection[str]) -> str:
-    """docs/fields.md; `chat` and `text` are the fields that each endpoint takes."""
+    """docs/reference/fields.md; `chat` and `text` are the fields that each endpoint takes."""
     return "\n".join([_HEAD, *_taken(chat, text), *_refused(chat, text), *_harmless()])
 
 
 def _taken(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
-    yield "## Taken\n"
-    yield "| field | of | chat | text | what it does |\n|---|---|---|---|---|"
+    yield "## Honoured\n"
+    yield "| field | sent by | chat | text | what it does |\n|---|---|---|---|---|"
     for name, (senders, what) in sorted(TAKEN.items()):
         marks = " | ".join("yes" if name in kind else "" for kind in (chat, text))
         yield f"| `{name}` | {senders} | {marks} | {what} |"
 
 
 def _refused(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
-    yield "\n## Refused\n\nA value that says what happens anyway is allowed: `null` and those in the third column.\n"
-    yield "| field | of | allowed | the way here |\n|---|---|---|---|"
+    yield "\n## Refused\n\nA request with one of these gets a 400 that says what to use instead. `null` and the allowed"
+    yield "values are ignored.\n"
+    yield "| field | sent by | allowed values | use instead |\n|---|---|---|---|"
     for name, row in sorted(REFUSED.items()):
         allowed = ", ".join(f"`{_shown(value)}`" for value in row.same)
         only = " (text completions)" if name in chat else " (chat)" if name in text else ""
@@ -84,7 +85,7 @@ def _refused(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
 
 def _harmless() -> Iterator[str]:
     yield "\n## Without effect\n"
-    yield "| field | of | why |\n|---|---|---|"
+    yield "| field | sent by | why |\n|---|---|---|"
     for name, (senders, why) in sorted(HARMLESS.items()):
         yield f"| `{name}` | {senders} | {why} |"
 

@@ -85,10 +85,12 @@ class RequestStats:
         self.token_rate = Rate(clock)
         self.image_rate = Rate(clock)
         self.registry = CollectorRegistry()
-        self.latency_histogram = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
-        self.ttft_histogram = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
-        self.gap_histogram = self._histogram("inter_token_latency_seconds", "Between tokens of one answer",
-                                             _TOKEN_SECONDS)
+        self.latency_histogram = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", _SECONDS)
+        self.ttft_histogram = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _SECONDS)
+        self.gap_histogram = self._histogram(
+            "inter_token_latency_seconds", "Seconds between two tokens of one answer.", _TOKEN_SECONDS)
 
     @contextmanager
     def request(self, name: str = "", client_name: str = "") -> Iterator[Record]:

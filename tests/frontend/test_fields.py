@@ -15,7 +15,7 @@ from epdd.frontend.field_table import HARMLESS, REFUSED, TAKEN
 from epdd.frontend.schema import ChatBody, CompletionBody
 
 CHAT, TEXT = frozenset(ChatBody.__struct_fields__), frozenset(CompletionBody.__struct_fields__)
-PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fields.md"
 
 
 def chat(family: Family, strict: bool = False, **sent: Any) -> openai.Chat:
@@ -31,7 +31,7 @@ def test_the_table_and_the_definitions_agree() -> None:
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == fields.page(ChatBody.__struct_fields__, CompletionBody.__struct_fields__) + "\n"
+    assert PAGE.read_text().strip() == fields.page(ChatBody.__struct_fields__, CompletionBody.__struct_fields__).strip()
     assert all(f"| `{name}`" in PAGE.read_text() for name in (*TAKEN, *REFUSED, *HARMLESS))
 
 

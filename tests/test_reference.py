@@ -1,0 +1,67 @@
+"""docs/reference is what the code says: pages are current, and nothing is missing on them."""
+
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import reference  # noqa: E402
+
+from epdd import errors  # noqa: E402
+from epdd.cli.main import VERBS  # noqa: E402
+from epdd.config import SECTIONS  # noqa: E402
+from epdd.frontend import exposition, openapi  # noqa: E402
+
+PAGES = reference.pages()
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_pages_are_current(name):
+    assert reference.is_current(name, PAGES[name]), "run make reference"
+
+
+def test_every_page_is_made():
+    assert {path.name for path in reference.FOLDER.glob("*.md")} == PAGES.keys()
+
+
+def test_every_setting_is_there():
+    assert re.findall(r"^### (\S+)$", PAGES["settings.md"], re.MULTILINE) == [
+        f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)]
+    assert ('### router.policy\n\nDefault `"earliest"`, one of `"budget"`, `"earliest"`, `"least-loaded"`, '
+            '`"round-robin"`, `"gpu-only"`.\n') in PAGES["settings.md"]
+
+
+def test_every_command_is_there():
+    assert re.findall(r"^## epdd (\S+)$", PAGES["epdd.md"], re.MULTILINE) == list(VERBS)
+    assert "| `-i IMAGE`, `--image IMAGE` | " in PAGES["epdctl.md"]
+    assert "## epdctl drain\n" in PAGES["epdctl.md"] and "| `WORKER` | " in PAGES["epdctl.md"]
+
+
+def test_every_path_and_object_is_there():
+    for operation in openapi.OPERATIONS:
+        short = operation.path.removeprefix("/v1")
+        assert re.search(rf"^## {operation.method.upper()} (/v1)?{re.escape(short)}$", PAGES["http.md"], re.MULTILINE)
+    assert set(re.findall(r"\]\(#(\w+)\)", PAGES["http.md"])) <= {
+        name.lower() for name in re.findall(r"^### (\w+)$", PAGES["http.md"], re.MULTILINE)}
+
+
+def test_every_metric_is_there_and_explains_itself():
+    rows = dict(re.findall(r"^\| `epdd_(\w+)` \| .* \| (.*) \|$", PAGES["metrics.md"], re.MULTILINE))
+    for name, text, _, _ in (*exposition.GAUGES, *((f"{row[0]}_total", *row[1:]) for row in exposition.COUNTERS)):
+        assert rows[name] == text
+    for name, text in rows.items():
+        assert text.endswith(".") and text.split()[0] not in ("It", "Its", "Of", "That", "The", "Their"), name
+    assert len(set(rows.values())) == len(rows)
+
+
+def test_every_error_code_is_there():
+    rows = {code: status for code, status in re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGES["errors.md"], re.MULTILINE)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EpddError)]
+    bases = {"startup_failed", "unavailable", "worker_error"}
+    assert {kind.code for kind in kinds} - bases <= rows.keys()
+    assert (rows["worker_lost"], rows["image_too_large"], rows["method_not_allowed"], rows["address_taken"]) == (
+        "503", "400", "405", "75")

@@ -1,0 +1,55 @@
+"""docs/reference/metrics.md: what /metrics tells of a daemon that has one of everything."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+from prometheus_client.parser import text_string_to_metric_families
+from reference_text import note, table
+
+from epdd.config import Server
+from epdd.frontend import exposition
+from epdd.frontend.connections import Connections
+from epdd.frontend.metrics import RequestStats
+from epdd.frontend.request_log import RequestLog
+
+HEAD = """\
+# Metrics
+
+`GET /metrics` has these in Prometheus' text format. If the server has API keys, the scraper needs one.
+[Monitoring](../howto/monitoring.md) shows what to watch. Times and rates of an emulated fleet are this machine's, not
+scaled back.
+"""
+
+
+def metric_list() -> str:
+    text = exposition.Exposition(_stats(), Connections(Server()), _status).text().decode()
+    rows = []
+    for family in sorted(text_string_to_metric_families(text), key=lambda family: family.name):
+        if family.name.endswith("_created"):        # when each histogram began
+            continue
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in sorted(labels)),
+                     family.documentation))
+    return "\n".join([note("/metrics"), HEAD, table(("metric", "type", "labels", ""), rows)])
+
+
+def _stats() -> RequestStats:
+    stats = RequestStats(request_log=Mock(spec=RequestLog, written=0, dropped=0))
+    stats.statuses[200] = stats.errors["no_worker"] = 1
+    stats.gauges = {"bodies": lambda: 0.0}
+    return stats
+
+
+def _status() -> dict[str, Any]:
+    """A status in which every part has every number that a metric asks of it."""
+    status: dict[str, Any] = {}
+    for _, _, section, key in (*exposition.GAUGES, *exposition.COUNTERS):
+        (status.setdefault(section, {}) if section else status)[key] = 0
+    status["router"] |= {"policy": "earliest", "unit": "patch"}
+    status["emulated"] = {"profile": "laptop", "answers": "demo", "scale": 1.0}
+    status["workers"] = [{"name": f"{role}/0", "role": role, "state": "READY", "share": 0, "slowness": 1,
+                          "kv_cached": 0} for role in ("encoder", "pd")]
+    return status

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -55,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` say, has enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130
 
 
 def _instead(verb: str) -> str:
@@ -78,6 +77,8 @@ def _serve(arguments: list[str]) -> int:
         found = hub.located(settings, download=settings.model.download or "NOTIFY_SOCKET" not in os.environ)
         command += ["--set", f"model.path={found.model.path}", "--set", f"model.name={found.model.name}"]
     log.output().close()
+    # A Ctrl-C while the new interpreter starts would make it show a traceback: it waits for `epdd/__main__.py`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(sys.executable, command)
 
 

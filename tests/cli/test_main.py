@@ -1,5 +1,9 @@
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +35,18 @@ def test_one_sentence_says_what_was_meant(capsys, arguments, code, told):
     assert main(arguments) == code
     out, err = capsys.readouterr()
     assert told in err and err.startswith("epdd: ") and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("module, when", [
+    ("tomllib", "True"), ("sitecustomize", "sys.orig_argv[1:3] == ['-m', 'epdd']")])
+def test_an_early_ctrl_c_shows_no_traceback(tmp_path, module, when):
+    """While the command is imported, and while the interpreter starts that is to be the daemon."""
+    (tmp_path / f"{module}.py").write_text(
+        f"import os, signal, sys\nif {when}:\n    os.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run([sys.executable, "-m", "epdd.cli", "serve", "--port", "0"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": path}, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_help_and_version(capsys):

@@ -7,21 +7,31 @@ that changes its answer between check and use gains nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
+import os
 import socket
 from collections.abc import Callable
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from epdd import __version__
 from epdd.config import Media
 from epdd.errors import MediaError
 from epdd.frontend.addresses import Address, Allowlist, is_public
+from epdd.frontend.turns import Turns
 
+URL_CHARS_MAX = 16 << 10        # twice what web servers take; parsing holds the event loop, seconds for megabytes
+# Threads that look names up, for each fetch at once: a lookup that nobody answers goes on after its fetch has ended.
+_LOOKUPS = 4
 _READ_BYTES = 1 << 16
+# Of an answer, beside as many bytes as the image has so far: its head, and the sizes of its chunks.
+_FRAMING_BYTES_MAX = 32 << 10
+_PIECE_BYTES = 8 << 10          # looked at before the next: 1 to 5 ms of parsing
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Compressed transfer would let a small answer unpack to a large one, and images do not gain from it.
@@ -34,21 +44,25 @@ class Fetcher:
     def __init__(self, config: Media) -> None:
         """Must be made inside the running loop.  Raises ConfigError on a bad allowlist."""
         self._config = config
-        self._slots = asyncio.Semaphore(config.fetches_max)
+        self._turns = Turns(config.fetches_max)
         self._gate = _Gate(config.fetch, Allowlist(config.allow))
+        # A kept connection would be dialled for one host and reused for another request's.
+        connector = aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0)
+        answer: Callable[..., ResponseHandler] = _Answer
+        connector._factory = functools.partial(answer, loop=asyncio.get_running_loop())
+        os.environ.setdefault("UV_THREADPOOL_SIZE", str(_LOOKUPS * config.fetches_max))     # read at the first lookup
         self._session = aiohttp.ClientSession(
-            # A kept connection would be dialled for one host and reused for another request's.
-            connector=aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0),
-            cookie_jar=aiohttp.DummyCookieJar(), headers=_HEADERS, auto_decompress=False,
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=_HEADERS, auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def fetch(self, address: str, count: Callable[[int], None] = lambda size: None) -> bytes:
+    async def fetch(self, address: str, count: Callable[[int], None] = lambda size: None,
+                    request: object = None) -> bytes:
         """The file's bytes; `count` is told of each piece that comes, and may raise.
 
-        The time limit starts when the fetch does, not while it waits for its turn.
+        Requests that wait take turns; the time limit starts when the fetch does, not while it waits for its turn.
 
         Raises MediaError: invalid_image_url if the address is malformed or not allowed, image_file_too_large,
         failed_to_download_image for all else.
@@ -56,7 +70,7 @@ class Fetcher:
         if self._config.fetch == "off":
             raise _refused("Images by URL are switched off on this server; send a data: URL")
         url = _parse(address)
-        async with self._slots:
+        async with self._turns.take(request):
             try:
                 async with asyncio.timeout(self._config.timeout_s):
                     return await self._follow(url, count)
@@ -92,6 +106,36 @@ class Fetcher:
             else:
                 return bytes(data)
         raise MediaError(f"The image file is over the limit of {most} bytes", code="image_file_too_large")
+
+
+class _Answer(ResponseHandler):
+    """A host's answer, given up if it is more framing than image.
+
+    Each interim answer or chunk is some steps of the interpreter, however small: a host that sends nothing else would
+    take all of the event loop's time, and the parser would not come back for seconds.
+    """
+
+    _came = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the host."""
+        for at in range(0, len(data), _PIECE_BYTES):
+            piece = data[at:at + _PIECE_BYTES]
+            super().data_received(piece)
+            self._came += len(piece)
+            # Gone once the connection is lost.
+            body = self._payload.total_bytes if self._payload is not None else 0
+            if self._came > 2 * body + _FRAMING_BYTES_MAX:
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        error = aiohttp.ClientPayloadError("too little of the answer is its body")
+        self.set_exception(error)
+        if self._payload is not None:
+            self._payload.set_exception(error)
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class _Gate(AbstractResolver):
@@ -134,6 +178,8 @@ def _parse(address: str, base: URL | None = None) -> URL:
 
     What no request line can hold is percent-encoded: letters outside ASCII as UTF-8, white space, control characters.
     """
+    if len(address) > URL_CHARS_MAX:
+        raise _refused(f"The image URL is over {URL_CHARS_MAX} characters long")
     try:
         given = URL(address, encoded=True)
         if base is not None:

@@ -98,7 +98,7 @@ class Media:
         try:
             source: str | bytes = ref.url
             if _scheme(ref.url) in ("http", "https"):
-                source = await self._fetcher.fetch(ref.url, share.grow)
+                source = await self._fetcher.fetch(ref.url, share.grow, share)
             elif _scheme(ref.url) == "file":
                 source = await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._folders.read, ref.url)

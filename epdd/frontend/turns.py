@@ -1,0 +1,50 @@
+"""Slots that requests share: one that asks for many at once does not keep those that ask for few waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Turns:
+    """Requests that wait take free slots in turn, one each (round robin)."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots      # none while somebody waits
+        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}       # by request, the next one first
+
+    @asynccontextmanager
+    async def take(self, request: object) -> AsyncIterator[None]:
+        """Holds a slot for `request` until the block ends."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(request)
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _wait(self, request: object) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(request, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():        # granted in the same moment
+                self._give()
+            raise
+
+    def _give(self) -> None:
+        while self._waiting:
+            request = next(iter(self._waiting))
+            turns = self._waiting.pop(request)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[request] = turns      # behind the others
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1

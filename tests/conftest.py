@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["tests.tables"]
 
 # No time limits on examples: a busy machine is no bug.  CI looks at the same examples each time, so that a
 # change is judged by itself; at home every run looks at new ones.
@@ -38,3 +41,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return str(built[key])
 
     return get
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Where several processes share the files, the longest come first: else all would wait for the last of them.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])

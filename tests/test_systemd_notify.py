@@ -40,11 +40,11 @@ def test_nobody_listens(monkeypatch, address):
 
 
 @pytest.mark.parametrize("usec, pid, seconds", [
-    ("3000000", None, 1.5), ("3000000", "", 1.5), ("3000000", str(os.getpid()), 1.5), ("3000000", "1", None),
+    ("3000000", None, 1.5), ("3000000", "", 1.5), ("3000000", "own", 1.5), ("3000000", "1", None),
     (None, None, None), ("0", None, None), ("soon", None, None)])
 def test_watchdog_interval(monkeypatch, usec, pid, seconds):
     for name, value in (("WATCHDOG_USEC", usec), ("WATCHDOG_PID", pid)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
-            monkeypatch.setenv(name, value)
+            monkeypatch.setenv(name, str(os.getpid()) if value == "own" else value)
     assert systemd.watchdog_interval() == seconds

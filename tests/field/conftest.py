@@ -1,4 +1,4 @@
-"""Daemons that cases share, and the table that the run prints at its end."""
+"""Daemons that cases share, and a row of the table for each case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon, running
 from tests.field import web
-from tests.field.table import CASES, Case
+from tests.field.table import Case
 
 # By the name that a case asks for.  The shared daemon serves nearly all.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -23,8 +23,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     # One GPU, which is a fake, shared by an encoder and a prefill-decode worker.
     "gpu": {"program": "tests.field.gpu_daemon", "encoder__workers": "gpu:1,cpu:1", "pd__workers": "gpu:1"},
 }
-_VERDICTS = pytest.StashKey[dict[str, tuple[str, str]]]()
-_LONGEST = 160
 
 
 @pytest.fixture(scope="session")
@@ -71,20 +69,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]
         ready_s = dict(report.user_properties).get("ready_s")
         if ready_s is not None:
             why = f"READY again after {ready_s:.1f} s: {case.goes_in} -> {case.comes_out}"
-        item.config.stash.setdefault(_VERDICTS, {})[case.id] = verdict, why
+        report.user_properties.append(case.row(verdict, why))
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    verdicts = config.stash.get(_VERDICTS, {})
-    if not verdicts:
-        return
-    terminalreporter.section("field cases")
-    width = max(len(case.name) for case in CASES)
-    counts: dict[str, int] = {}
-    for case in sorted(CASES, key=lambda case: case.id):
-        verdict, why = verdicts.get(case.id, ("later" if case.drill is None else "-", ""))
-        counts[verdict] = counts.get(verdict, 0) + 1
-        line = f"{verdict:5}  {case.id:4}  {case.name:{width}}  "
-        terminalreporter.write_line((line + (why or case.short or f"{case.goes_in} -> {case.comes_out}"))[:_LONGEST])
-    terminalreporter.write_line(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))

@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests import tables
 from tests.field.house import House
 
+LINE_MAX = 160
 Drill = Callable[[House], Awaitable[None]]
 
 
@@ -32,6 +34,12 @@ class Case:
 
     def __str__(self) -> str:
         return self.id
+
+    def row(self, verdict: str, why: str = "") -> tuple[str, tuple[str, ...]]:
+        """For the table that the run prints at its end."""
+        text = why or self.short or f"{self.goes_in} -> {self.comes_out}"
+        width = max(len(case.name) for case in CASES)
+        return tables.row("field cases", self.id, verdict, f"{self.id:4}  {self.name:{width}}  {text}"[:LINE_MAX - 7])
 
 
 class Short(Exception):

@@ -60,6 +60,8 @@ def serve() -> None:
     """
     for kind, limit in ((resource.RLIMIT_AS, MEMORY_MAX), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
+    # For the daemon, where they are sent to all processes of the service (`systemctl kill`).
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
     tokenizer = LLTokenizer("byte")     # all that a grammar can be told by without the checkpoint's own
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_S)     # SIGPROF ends the process

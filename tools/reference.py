@@ -124,6 +124,7 @@ several daemons.
 | 1 | refused or failed; with `status`: not ready |
 | 2 | wrong usage |
 | 3 | no daemon runs |
+| 78 | with `plan`: the daemon would not start |
 """
 
 

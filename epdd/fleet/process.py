@@ -88,9 +88,9 @@ class ForkServer:
 
 def _start(process: Any) -> None:
     """Start it, in a thread of the executor."""
-    # Blocked here it is blocked in what this thread starts, over fork and exec: closing the terminal, or a reload
-    # sent to the whole group, is for the daemon, whose main thread takes it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    # Blocked here they are blocked in what this thread starts, over fork and exec.  A closed terminal, or a signal to
+    # all processes of the service (`systemctl kill`), is for the daemon, whose main thread takes it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
     process.start()
 
 

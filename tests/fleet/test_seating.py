@@ -182,13 +182,14 @@ def test_two_on_one_seat_are_two():
         "encoder/0", "encoder/1", "encoder/2"]
 
 
-async def test_a_hang_up_is_the_daemons_alone():
-    """As a closed terminal, or `kill -HUP` to the process group, sends it to everyone."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+async def test_the_daemons_signals_end_nobody_else(number):
+    """A closed terminal sends SIGHUP to everyone, `systemctl kill --signal=USR1` SIGUSR1."""
     async with running(encoders=1) as fleet:
         before = pids(fleet)
         helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
         for pid in (*before.values(), *helpers):
-            os.kill(pid, signal.SIGHUP)
+            os.kill(pid, number)
         assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
         for pid in helpers:
             assert "zombie" not in Path(f"/proc/{pid}/status").read_text()

@@ -65,6 +65,19 @@ def test_all_of_a_request_have_the_time_of_one() -> None:
     checked(test)
 
 
+def test_the_daemons_signals_do_not_end_it() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        assert await checker.fault([GOOD]) == (-1, "")
+        process = checker._process
+        assert process is not None
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            process.send_signal(number)
+        assert (await checker.fault([BAD]))[0] == 0
+        assert checker._process is process and process.returncode is None
+
+    checked(test)
+
+
 def test_which_one_is_at_fault() -> None:
     async def test(checker: GrammarChecker) -> None:
         place, fault = await checker.fault([GOOD, GOOD, BAD, BAD])

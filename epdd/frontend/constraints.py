@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from epdd.errors import BadRequest
-from epdd.frontend import gbnf
+from epdd.frontend import gbnf, reading
 from epdd.frontend.tools import REGEX_CHARS_MAX, schema
 
 # The library takes up to half a second of a worker to compile so much, and the time grows with the square.
@@ -106,6 +106,7 @@ def _form(param: str, kind: str, value: Any) -> Form:
 def _schema(value: Any, param: str) -> _Json:
     """As an object, or as a string of JSON."""
     if isinstance(value, str):
+        reading.check_work(value.encode(), param)
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:

@@ -26,6 +26,7 @@ from epdd.wire import content_hash
 
 BACKGROUND = "white"        # what encoders paint under transparent pixels: part of the cache key
 _INLINE_BYTES = 1 << 16     # under a millisecond of decoding and hashing: larger files go to a thread
+_HEAD_CHARS_MAX = 1000      # of a data: URL, before its data
 _BASE64_STEP = 1 << 20      # characters decoded before other threads get their turn
 
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
@@ -143,15 +144,15 @@ def data_url(url: str) -> bytes:
     Line breaks, missing padding and the URL-safe alphabet are accepted; the media type may be missing, a
     bare `image`, or any image's, since the bytes are looked at.  Raises MediaError.
     """
-    head, comma, payload = url.partition(",")
-    kind, *options = head[5:].lower().split(";")
-    if not comma or "base64" not in (option.strip() for option in options):
+    comma = url.find(",", 0, _HEAD_CHARS_MAX)
+    kind, *options = url[5:max(comma, 5)].lower().split(";")
+    if comma < 0 or "base64" not in (option.strip() for option in options):
         raise MediaError("A data: URL must hold base64: data:image/jpeg;base64,...", code="invalid_base64_image")
     kind = kind.strip()
     if kind not in ("", "image", "application/octet-stream") and not kind.startswith("image/"):
         raise MediaError("The data: URL's media type is not an image's", code="unsupported_image_media_type")
     try:
-        return _base64(payload)
+        return _base64(url[comma + 1:])
     except ValueError:      # binascii.Error, or letters outside ASCII
         raise MediaError("The image is not valid base64", code="invalid_base64_image") from None
 

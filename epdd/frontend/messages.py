@@ -9,6 +9,7 @@ import msgspec
 import orjson
 
 from epdd.errors import BadRequest
+from epdd.frontend import reading
 from epdd.frontend.schema import ChatBody, ChatMessage, ImagePart, InputImage, Part, RefusalPart, TokenizeBody
 
 # Fields of a message that templates read, and under which name; all others that SDKs echo back (refusal,
@@ -116,7 +117,9 @@ def _tool_call(call: Any, where: str) -> _Json:
         raise BadRequest(f"{where} must have a function with a name", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # The API carries arguments as JSON text, templates want the object and write JSON themselves.
+        # The API carries arguments as JSON text, templates want the object and write JSON themselves.  In the body it
+        # may have been spelt so that `reading.py` could not count what is in it.
+        reading.check_work(arguments.encode(), f"{where}.function.arguments")
         try:
             parsed = orjson.loads(arguments)
         except orjson.JSONDecodeError:

@@ -107,11 +107,11 @@ class PromptMaker:
         self._check(text, context_max, "messages")
         return self._tokenise(text, images, context_max)
 
-    async def plain(self, text: str, context_max: int) -> Prompt:
+    async def plain(self, text: str, context_max: int, all_chars: int = 0) -> Prompt:
         """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
-        their placeholders stay text.  Raises ContextLength."""
+        their placeholders stay text.  `all_chars`: of all the request's prompts.  Raises ContextLength."""
         self._check(text, context_max, "prompt")
-        if len(text) < _INLINE_CHARS:
+        if max(len(text), all_chars) < _INLINE_CHARS:
             return self._tokenise_plain(text, context_max)
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, self._tokenise_plain, text, context_max)

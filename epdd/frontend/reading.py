@@ -58,9 +58,14 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: Limits =
         _refuse(str(error), kind, data)
 
 
+def check_work(text: bytes | bytearray, what: str) -> None:
+    """Raises BadRequest if parsing the JSON would hold the interpreter, and with it the event loop, for long."""
+    if sum(weight * text.count(mark) for mark, weight in _WEIGHTS) > WORK_MAX:
+        raise BadRequest(f"{what} has too many JSON elements")
+
+
 def _loads(lifted: bulk.Lifted) -> Any:
-    if sum(weight * lifted.text.count(mark) for mark, weight in _WEIGHTS) > WORK_MAX:
-        raise BadRequest("The body has too many JSON elements")
+    check_work(lifted.text, "The body")
     try:
         return orjson.loads(lifted.text)
     except orjson.JSONDecodeError as error:

@@ -84,10 +84,10 @@ class TextCompletions(Completions):
             del body
             await structured.check(options.structure, self._checker)
             salt = context.keys.salt(http, options.cache_salt)
-            parts = []
+            parts, chars = [], sum(len(text) for text in texts if isinstance(text, str))
             for index, text in enumerate(texts):
                 prompt, sampling = await self._ready(
-                    await self._prompts.plain(text, context.context_max()) if isinstance(text, str)
+                    await self._prompts.plain(text, context.context_max(), chars) if isinstance(text, str)
                     else Prompt(text, param="prompt"), options)
                 # One prompt goes by the answer's own id.
                 name = own if len(texts) == 1 else f"{own}-{index}"

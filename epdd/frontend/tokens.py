@@ -76,7 +76,8 @@ class TokenPages:
         return [self._prompts.tokenizer.id_to_token(token) or "" for token in tokens]
 
     def _text(self, tokens: list[int]) -> str:
-        return self._prompts.tokenizer.decode(tokens, skip_special_tokens=False)
+        # The batch call lets other threads run meanwhile; the other one holds the interpreter for 0.1 s.
+        return self._prompts.tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
 
     async def _read(self, http: web.Request, kind: type[T], stack: AsyncExitStack) -> T:
         body = await self._bodies.read(http, stack)

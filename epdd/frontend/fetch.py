@@ -25,8 +25,8 @@ from epdd.errors import MediaError
 from epdd.frontend.addresses import Address, Allowlist, is_public
 from epdd.frontend.turns import Turns
 
-# What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a time
-# that grows with its square, 20 ms at this length.
+# What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a
+# time that grows with its square, 20 ms at this length.
 URL_CHARS_MAX = 8 << 10
 # Threads that look names up, for each fetch at once: a lookup that nobody answers goes on after its fetch has ended.
 _LOOKUPS = 4

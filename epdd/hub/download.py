@@ -25,7 +25,7 @@ from huggingface_hub.utils import (build_hf_headers, disable_progress_bars,     
 
 from epdd import __version__
 from epdd.errors import ModelError
-from epdd.hub import cache, faults
+from epdd.hub import cache, faults, names
 from epdd.hub.bars import Bars, size
 
 FILES_AT_ONCE = 8
@@ -55,6 +55,7 @@ def pull(model: str, revision: str = "") -> Path:
     disable_progress_bars()
     logging.set_verbosity_error()       # type: ignore[no-untyped-call]
     constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
+    names.watch_answers()
     try:
         with faults.told(model, revision):
             return _pull(model, revision)
@@ -73,12 +74,12 @@ def _pull(model: str, revision: str) -> Path:
     # The settings first: a model that is not served should be refused before its weights are fetched.  By commit, so
     # that the branch points to the new snapshot only when all of it is there.
     small = [name for name in wanted if not name.endswith(".safetensors")]
-    commit = str(info.sha)
+    commit = names.checked(str(info.sha), names.COMMIT, "the commit")
     folder = _snapshot(model, commit, small)
     refuse_unserved(folder)
-    _fetch(model, commit, [_Weights(name, stored.size, stored.sha256) for name in wanted
-                           if name.endswith(".safetensors") and (stored := files[name].lfs)
-                           and stored.size <= HTTP_BYTES_MAX])
+    stored = {name: lfs for name in wanted if name.endswith(".safetensors") and (lfs := files[name].lfs)}
+    _fetch(model, commit, [_Weights(name, lfs.size, names.checked(lfs.sha256, names.SHA256, f"{name}'s hash"))
+                           for name, lfs in stored.items() if lfs.size <= HTTP_BYTES_MAX])
     return _snapshot(model, revision or None, cache.WANTED)
 
 
@@ -160,6 +161,10 @@ def _one(model: str, commit: str, file: _Weights, blobs: Path, bars: Bars) -> No
 
             def update(self, count: float = 1) -> None:
                 bars.add(task, int(count))
+                if target.tell() > file.bytes:
+                    target.truncate(0)
+                    raise ModelError(f"{model}: {file.name} is longer than the {file.bytes} bytes that the Hub names; "
+                                     "check HF_ENDPOINT")
                 if bars.stopped:
                     raise _Stopped
 

@@ -29,6 +29,8 @@ class Repo:
     gated: bool = False
     token: str = ""             # that opens it; empty: open to all
     damaged: set[str] = field(default_factory=set)      # files whose bytes are not what their hash says
+    lies: dict[str, dict] = field(default_factory=dict)     # by file, what is told of it instead
+    commit: str = ""            # told instead of the true one
 
     def folder(self, revision):
         names = {commit: name for name, commit in COMMIT.items()} | {name: name for name in COMMIT}
@@ -111,13 +113,13 @@ class Hub:
         if self._refused(handler, name, revision, authorization):
             return
         folder = self.repos[name].folder(revision)
-        files = [_entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = [_entry(folder, path, self.repos[name]) for path in sorted(folder.rglob("*")) if path.is_file()]
         if what == "tree":
             return _send(handler, 200, {}, files)
         siblings = [{"rfilename": entry["path"], "size": entry["size"], "blobId": entry["oid"],
                      **({"lfs": {**entry["lfs"], "sha256": entry["lfs"]["oid"]}} if "lfs" in entry else {})}
                     for entry in files]
-        commit = COMMIT.get(revision, revision)
+        commit = self.repos[name].commit or COMMIT.get(revision, revision)
         _send(handler, 200, {}, {"_id": "1", "id": name, "modelId": name, "sha": commit, "siblings": siblings,
                                  "private": False, "tags": [], "downloads": 0, "likes": 0})
 
@@ -128,7 +130,7 @@ class Hub:
         commit = COMMIT.get(revision, revision)
         if not (folder / file).is_file():
             return _send(handler, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-        entry = _entry(folder, folder / file)
+        entry = _entry(folder, folder / file, self.repos[name])
         told = {"X-Repo-Commit": commit, "ETag": f'"{entry["oid"]}"'}
         if "lfs" not in entry:
             return self._file(handler, folder / file, body, False, told)
@@ -174,13 +176,13 @@ class Hub:
                 time.sleep(len(piece) / self.bytes_per_s)
 
 
-def _entry(folder, path):
+def _entry(folder, path, repo):
     data = path.read_bytes()
     entry = {"type": "file", "path": str(path.relative_to(folder)), "size": len(data),
              "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
     if path.suffix in (".safetensors", ".bin", ".gguf"):
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-    return entry
+    return entry | repo.lies.get(path.name, {})
 
 
 def _send(handler, status, headers, answer=None):

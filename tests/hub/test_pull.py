@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 ID = "org/demo"
 WEIGHTS = "model.safetensors"
 SIZE = (DEMO / WEIGHTS).stat().st_size
+OUTSIDE = "../" * 6 + "outside"
+LIES = {"etag": {"lies": {"config.json": {"oid": OUTSIDE}}}, "commit": {"commit": OUTSIDE},
+        "hash": {"lies": {WEIGHTS: {"lfs": {"oid": OUTSIDE, "size": SIZE, "pointerSize": 134}}}},
+        "size": {"lies": {WEIGHTS: {"lfs": {"oid": "0" * 64, "size": 10, "pointerSize": 134}}}}}
 GUARD_S = 300           # hangs only: the machine may be busy
 
 
@@ -53,6 +57,7 @@ def hub(models):
             "org/gated": Repo({"main": models["main"]}, gated=True, token="let-me-in"),
             "org/private": Repo({"main": models["main"]}, token="let-me-in"),
             "org/damaged": Repo({"main": models["main"]}, damaged={WEIGHTS}),
+            **{f"org/{name}": Repo({"main": models["main"]}, **lie) for name, lie in LIES.items()},
             "org/llava": Repo({"main": models["other"]}), "org/awq": Repo({"main": models["awq"]}),
             "org/pickled": Repo({"main": models["pickled"]})}) as hub:
         yield hub
@@ -247,3 +252,14 @@ def test_a_daemon_with_a_folder_never_imports_the_library():
     code = "import sys; import epdd.hub.download; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           timeout=GUARD_S).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("lie", "words"), [
+    ("etag", "as ETag of a file"), ("commit", "as the commit"), ("hash", f"as {WEIGHTS}'s hash"),
+    ("size", "is longer than the 10 bytes")])
+def test_no_name_that_a_hub_gives_leads_out_of_the_cache(run, tmp_path, lie, words):
+    home = tmp_path / "1/2/3/4/5/home"
+    done = run("pull", f"org/{lie}", HF_HOME=str(home))
+    assert done.returncode == 78 and words in done.stderr, done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and home not in path.parents] == []
+    assert sum(path.stat().st_size for path in home.rglob("*.part")) == 0

@@ -176,9 +176,9 @@ SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f
                              if f.name != "worker"}
 
 POLICIES = {                                # router.policy, in the words of `epdctl policy`
-    "budget": "CPU encoders, as long as they have less in flight than their share of the GPUs' work",
-    "earliest": "whichever encoder finishes the image first, the queue before it counted",
-    "least-loaded": "whichever encoder has the least in flight; for comparison",
+    "budget": "a CPU encoder as long as the CPUs have less in flight than their share of the GPUs' work, else a GPU",
+    "earliest": "the encoder that finishes the image first, counting the images ahead of it",
+    "least-loaded": "the encoder with the least in flight; for comparison",
     "round-robin": "each encoder in turn; for comparison",
     "gpu-only": "GPU encoders alone, all where there is no GPU; for comparison",
 }

@@ -34,7 +34,7 @@ def add_verbs(verbs: Any) -> None:
                                         "everything took; without an id, list the last requests.")
     verb.add_argument("request", nargs="?", metavar="REQUEST_ID", help="the answer's id, or its x-request-id header")
     verb.add_argument("-n", type=_amount, default=LISTED, metavar="COUNT", dest="amount",
-                      help=f"list so many (default: {LISTED})")
+                      help=f"list this many requests (default: {LISTED})")
     verb.add_argument("--json", action="store_true", help="for programs")
     verb.set_defaults(run=_explain)
 

@@ -176,7 +176,7 @@ SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f
                              if f.name != "worker"}
 
 POLICIES = {                                # router.policy, in the words of `epdctl policy`
-    "budget": "a CPU encoder as long as the CPUs have less in flight than their share of the GPUs' work, else a GPU",
+    "budget": "CPU encoders while they have less in flight than their share of the GPUs' work",
     "earliest": "the encoder that finishes the image first, counting the images ahead of it",
     "least-loaded": "the encoder with the least in flight; for comparison",
     "round-robin": "each encoder in turn; for comparison",

@@ -33,6 +33,7 @@ def test_every_setting_is_there():
         f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)]
     assert ('### router.policy\n\nDefault `"earliest"`, one of `"budget"`, `"earliest"`, `"least-loaded"`, '
             '`"round-robin"`, `"gpu-only"`.\n') in PAGES["settings.md"]
+    assert r"between \<think> and \</think>" in PAGES["settings.md"]      # not an element that no browser shows
 
 
 def test_every_command_is_there():

@@ -20,7 +20,7 @@ from unittest import mock
 from reference_errors import error_codes
 from reference_http import http
 from reference_metrics import metric_list
-from reference_text import note, table
+from reference_text import escaped, note, table
 
 from epdd import config
 from epdd.cli import main as epdd_main
@@ -89,7 +89,7 @@ def settings() -> str:
             name = f"{section}.{found[1]}"
             allowed = ", ".join(f'`"{value}"`' for value in config.CHOICES.get(name, ()))
             parts.append(f"### {name}\n\nDefault `{found[2]}`{allowed and f', one of {allowed}'}.\n\n"
-                         f"{' '.join(about)}\n")
+                         f"{escaped(' '.join(about))}\n")
             about = []
         elif line.startswith("# "):
             about.append(line[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -9,10 +10,11 @@ def note(source: str) -> str:
     return f"<!-- Made by tools/reference.py from {source}. Do not edit: run `make reference`. -->\n"
 
 
+def escaped(text: str) -> str:
+    """Plain text, in which `<think>` is no element and `*` no emphasis."""
+    return re.sub(r"([<*])", r"\\\1", text).replace("\n", " ")
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([escaped(cell) for cell in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")

@@ -26,7 +26,9 @@ _TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "pa
 # A list of parts that was printed as Python or JSON writes it is no text.
 _PRINTED = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_FAULTS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+# What a template raises on a conversation that its author never met, or on every one.
+FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_FAULTS = (*FAULTS, MemoryError)
 
 
 class ChatTemplate:
@@ -43,7 +45,7 @@ class ChatTemplate:
         self.tokens = tokens
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"{path}: the chat template has a syntax error: {error}; correct it, or take it from the "
                              "original checkpoint") from None
         plain, listed = _PROBE, [{"type": "text", "text": _PROBE}]

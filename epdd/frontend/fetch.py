@@ -29,7 +29,7 @@ from epdd.frontend.turns import Turns
 # time that grows with its square, 20 ms at this length.
 URL_CHARS_MAX = 8 << 10
 # Threads that look names up, for each fetch at once: a lookup that nobody answers goes on after its fetch has ended.
-_LOOKUPS = 4
+_LOOKUPS = 2
 _READ_BYTES = 1 << 16
 # Of an answer, beside as many bytes as the image has so far: its head, and the sizes of its chunks.
 _FRAMING_BYTES_MAX = 32 << 10

@@ -62,8 +62,8 @@ class Media:
         self._limits = limits
         self._family = family
         self._executor = executor
+        self._folders = Folders(limits.folders, limits.file_bytes_max)      # first: it may refuse, and holds nothing
         self._fetcher = Fetcher(limits)
-        self._folders = Folders(limits.folders, limits.file_bytes_max)
         self.budget = Budget(limits.inflight_bytes_max)
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from epdd.checkpoint.chat_template import ChatTemplate
+from epdd.checkpoint.chat_template import FAULTS, ChatTemplate
 from epdd.errors import BadRequest
 from epdd.frontend.messages import Conversation, Message
 from epdd.frontend.tool_prompt import spelled
@@ -41,8 +41,8 @@ class Template:
             raise BadRequest(f"The model's chat template refused: {str(error)[:300]}", param="messages") from None
         except RecursionError:
             raise BadRequest("The messages or tools are nested too deeply", param="messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError):
-            # What a template does with a shape its author never met; the fault lies in the request.
+        except FAULTS:
+            # The template took others at the start, so the fault lies in the request.
             raise BadRequest("The model's chat template cannot render these messages", param="messages") from None
 
     def _continued(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:

@@ -408,6 +408,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
                 "sliding_attention is not served"),
     "bad template": (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "syntax error"),
     "silent template": (lambda f: (f / "chat_template.jinja").write_text("nothing"), "shows no user text"),
+    **{fault: (lambda f, text=fault: (f / "chat_template.jinja").write_text(text), "shows no user text") for fault in (
+        "{% for i in range(10**9) %}{% endfor %}", "{{ messages|length / 0 }}", "{{ [].pop() }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{{ 'a' * 10**15 * messages|length }}")},
+    "deep template": (lambda f: (f / "chat_template.jinja").write_text("{{" + "(" * 9000), "syntax error"),
     "AWQ": (lambda f: edit(f / "config.json", quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
 }
 

@@ -122,4 +122,4 @@ def test_lookups_have_threads_enough() -> None:
 
         uvloop.run(main())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 4 * Media(fetches_max=8).fetches_max
+    assert int(done.stdout) > 2 * Media(fetches_max=8).fetches_max

@@ -288,12 +288,14 @@ def test_images_that_the_template_hides_are_refused(tmp_path: Path) -> None:
 
 def test_what_the_template_refuses_is_the_clients_fault(tmp_path: Path) -> None:
     maker, family = other(tmp_path, "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
-                          "{{ messages[0].content }}{{ messages[0].x.y.z if messages[0].name }}")
+                          "{{ messages[0].content }}{{ messages[0].x.y.z if messages[0].name == 'n' }}"
+                          "{{ 1 / 0 if messages[0].name == 'zero' }}{{ [].pop() if messages[0].name == 'empty' }}")
     message = {"role": "user", "content": "a"}
     with pytest.raises(BadRequest, match="one at a time"):
         make(maker, family, [message, message])
-    with pytest.raises(BadRequest):
-        make(maker, family, [{**message, "name": "n"}])
+    for name in ("n", "zero", "empty"):
+        with pytest.raises(BadRequest):
+            make(maker, family, [{**message, "name": name}])
 
 
 def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.Family) -> None:

@@ -53,7 +53,7 @@ class Memory:
             return
         draft = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)     # whatever the umask
             draft.write_bytes(msgspec.json.encode(known))
             draft.replace(self.path)
         except OSError as error:

@@ -116,6 +116,18 @@ def test_a_damaged_memory_is_none(tmp_path: Path, data: bytes) -> None:
     assert memory.read() is None
 
 
+def test_no_other_user_can_write_into_the_memory(tmp_path: Path) -> None:
+    """Whatever the umask: a pipe put there would keep a worker waiting at its start."""
+    before = os.umask(0)
+    try:
+        memory = remembered.Memory(tmp_path / "epdd", {})
+        memory.write(remembered.Known("plain", ()))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "epdd").stat().st_mode & 0o777 == 0o700
+    assert memory.read() == remembered.Known("plain", ())
+
+
 def test_without_a_place_to_write_nothing_is_remembered_and_nothing_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (None, tmp_path / "file" / "below"):

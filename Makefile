@@ -25,8 +25,10 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(MAKE) check
 
+# So many processes share the tests: more than two cores, since most tests wait.  0: this process alone.
+TESTERS ?= 4
 check: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 # In an emulated machine with NUMA nodes that this one does not have; needs qemu-system-x86 and cpio.
 test-numa: $(VENV)/.installed-test

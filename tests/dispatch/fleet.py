@@ -21,6 +21,7 @@ from epdd.fleet.worker import State
 from epdd.wire import Done, Sampling, Tokens, WorkerSpec
 from tests.fake_worker import fingerprint
 
+GUARD_S = 400       # a hang: what takes a second has taken more than one minute on a busy machine
 ROWS = 16
 FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
                 context_max=4096, vocab=1000, eos_ids=(0,))
@@ -39,7 +40,7 @@ class Fleet:
     async def ready(self, *names):
         """Until these workers (all of them, if none is named) are READY."""
         wanted = names or [worker.name for worker in self.supervisor.workers]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(GUARD_S):
             while not all(self.supervisor.find(name).state is State.READY for name in wanted):
                 await asyncio.sleep(0.01)
 
@@ -61,7 +62,7 @@ class Fleet:
 
     async def at_rest(self):
         """Until nothing is in flight; then every counter must be at its start."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(GUARD_S):
             while any(worker.in_flight for worker in self.supervisor.workers):
                 await asyncio.sleep(0.01)
         assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0

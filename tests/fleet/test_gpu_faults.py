@@ -10,11 +10,11 @@ from epdd.errors import DeviceError, Rejected
 from epdd.fleet import exits
 from epdd.fleet.worker import State
 from epdd.hardware import gpus
-from tests.dispatch.fleet import expected, request, running
+from tests.dispatch.fleet import GUARD_S, expected, request, running
 
 
 async def until(condition):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(GUARD_S):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,5 +45,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Where several processes share the files, the longest come first: else all would wait for the last of them.
     if "PYTEST_XDIST_WORKER" in os.environ:
-        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: -slow[item.path])
+        items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("takes")), default=0))

@@ -17,6 +17,8 @@ from epdd.fleet.channel import Work
 from epdd.fleet.supervisor import Supervisor
 from epdd.wire import Encoded, Failed
 
+pytestmark = pytest.mark.takes(70)
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from explore_leases import SMALL, all_of, at_random, explore  # noqa: E402

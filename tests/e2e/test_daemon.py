@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw
 
 from tests.e2e.daemon import ROOT, image_part, running, text_part
 
+pytestmark = pytest.mark.takes(70)
+
 SAMPLES = ROOT / "epdd" / "demo" / "samples"
 COLOURS = {"red": (230, 20, 20), "green": (20, 160, 40), "blue": (20, 40, 230)}
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.daemon import ROOT
 
+pytestmark = pytest.mark.takes(60)
+
 spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
 gpu_check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpu_check)

@@ -13,6 +13,8 @@ import pytest
 from tests import checkpoints
 from tests.e2e.daemon import image_part, running, text_part
 
+pytestmark = pytest.mark.takes(40)
+
 SIZES = [(64, 64), (200, 100), (97, 301), (28, 28), (333, 222), (1, 1), (500, 40), (120, 480)]
 DEMO = "epdd/demo"
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.daemon import ROOT
 
+pytestmark = pytest.mark.takes(60)
+
 
 def soak(*arguments):
     ended = subprocess.run([sys.executable, "tools/soak.py", *arguments], capture_output=True, text=True, cwd=ROOT,

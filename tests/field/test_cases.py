@@ -16,6 +16,8 @@ from tests.field.house import House
 from tests.field.table import CASES, Case, Short
 from tests.field.web import Host
 
+pytestmark = pytest.mark.takes(250)
+
 _ORDER = ("shared", "small", "text", "gpu")
 _TEXTS: dict[str, str] = {}
 _AT_REST: dict[str, dict[str, Any]] = {}

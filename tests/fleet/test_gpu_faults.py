@@ -12,6 +12,8 @@ from epdd.fleet.worker import State
 from epdd.hardware import gpus
 from tests.dispatch.fleet import GUARD_S, expected, request, running
 
+pytestmark = pytest.mark.takes(30)
+
 
 async def until(condition):
     async with asyncio.timeout(GUARD_S):

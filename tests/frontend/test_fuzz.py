@@ -25,6 +25,8 @@ from epdd.worker.decode_image import decode
 from . import hostile
 from .house import House, hosted
 
+pytestmark = pytest.mark.takes(30)
+
 FAMILY = Family("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
 SECONDS_MAX = 1.0           # of processor time, for one input; the usual is under a millisecond
 MEMORY_TIMES = 80           # of the input's size: a JSON element takes up to 60 times its bytes

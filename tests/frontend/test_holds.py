@@ -29,6 +29,8 @@ from epdd.frontend.schema import ChatBody
 
 from .house import House, hosted
 
+pytestmark = pytest.mark.takes(30)
+
 HOLD_S = 0.05
 GOES = 5
 _FREE = {"encode_batch_fast", "decode_batch"}       # let others run meanwhile

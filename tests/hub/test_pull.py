@@ -17,6 +17,8 @@ from tests.e2e.daemon import Daemon
 from tests.hub import hub_server
 from tests.hub.hub_server import COMMIT, Repo
 
+pytestmark = pytest.mark.takes(40)
+
 ROOT = Path(__file__).parents[2]
 ID = "org/demo"
 WEIGHTS = "model.safetensors"

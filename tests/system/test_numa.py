@@ -9,7 +9,7 @@ import pytest
 from epdd.hardware import sysfs
 from tests.system import numa_machine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.takes(240)]
 
 CPUS_OF = {0: {0, 1}, 1: {2, 3}, 2: {4, 5}, 3: {6, 7}}
 # -c, since a main module would be imported again in every worker.  Long limits, since all is emulated.

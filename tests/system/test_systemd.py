@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.system import boot
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.takes(120)]
 
 PYTHON = "/opt/epdd/venv/bin/python"
 SETTINGS = "[arena]\nbytes = 67108864\n"

@@ -20,6 +20,8 @@ from tests import checkpoints
 from tests.frontend import hostile
 from tests.worker import pd
 
+pytestmark = pytest.mark.takes(30)
+
 HANG_S = 60.0           # then something stands still
 
 

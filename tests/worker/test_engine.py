@@ -14,6 +14,8 @@ from epdd.errors import ModelError, ProtocolError
 from tests import checkpoints
 from tests.worker import pd
 
+pytestmark = pytest.mark.takes(50)
+
 LAST = (wire.Done, wire.Failed, wire.Cancelled)
 
 

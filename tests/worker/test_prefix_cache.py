@@ -15,6 +15,8 @@ from tests import checkpoints
 from tests.worker import pd
 from tests.worker.test_engine import assert_protocol, picture, reference
 
+pytestmark = pytest.mark.takes(80)
+
 Part = int | Image.Image
 
 

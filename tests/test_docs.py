@@ -1,11 +1,16 @@
-"""What the documentation's own build does not see: the pages in the root, and that nothing is loaded from elsewhere."""
+"""What the documentation's own build does not see: pages in the root, names that no longer exist, foreign hosts."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from epdd.config import SECTIONS
+
 ROOT = Path(__file__).parents[1]
+# Not CHANGELOG.md, which names what was.
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md")]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
 
 
@@ -24,3 +29,18 @@ def test_pictures_load_nothing():
     for path in (ROOT / "docs" / "img").glob("*.svg"):
         text = path.read_text()
         assert not re.search(r"<(?:script|image|foreignObject)|@import|href=\"(?!#)|url\((?!#)", text), path.name
+
+
+def test_settings_that_pages_name_exist():
+    settings = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)}
+    name = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.(?!py\b|safetensors\b)\w+)[` ]")
+    named = {found for path in PAGES for found in name.findall(path.read_text())}
+    assert "router.slack" in named
+    assert named - settings == set()
+
+
+def test_metrics_that_pages_name_exist():
+    metrics = set(re.findall(r"`(epdd_\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    named = {found for path in PAGES for found in re.findall(r"\b(epdd_\w+)", path.read_text())}
+    assert "epdd_worker_state" in named
+    assert named - metrics == set()

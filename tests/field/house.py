@@ -22,7 +22,7 @@ from tests.field import pictures
 from tests.field.web import Host
 
 CHAT = "/v1/chat/completions"
-SETTLE_S = 5.0          # within this everything is back where it was
+SETTLE_S = 60.0         # a hang: everything is back where it was in less than a second on an idle machine
 GAP_S = 2.0             # longest pause of a stream that has nothing to do with the case
 ANSWER_BYTES_MAX = LOG_BYTES_MAX = 4096
 LEAKS = re.compile(r"Traceback|\.py\b|site-packages|/(?:usr|home|tmp|root|proc|opt)/|0x[0-9a-f]{6,}|127\.0\.0\.1"

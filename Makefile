@@ -36,7 +36,7 @@ test-numa: $(VENV)/.installed-test
 
 # With the oldest and the newest transformers that setup.cfg allows, into build/versions.
 versions: $(VENV)/.installed-test
-	$(BIN)/python -m tests.versions
+	$(BIN)/python -m tests.project.versions
 
 # What tests/clients run: other people's clients, 2 GB of them, into build/clients or EPDD_CLIENTS.  Without them
 # those tests are skipped.

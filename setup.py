@@ -5,7 +5,7 @@ from setuptools import Extension, setup
 NATIVE = "epdd/worker/native/"
 
 setup(ext_modules=[Extension(
-    "epdd.worker.native._library",
+    "epdd.worker.kernels.native._library",
     sources=[NATIVE + name for name in ("library.cpp", "fp8.cpp", "avx2.cpp", "avx512.cpp", "amx.cpp")],
     depends=[NATIVE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "attention.h", "kernels.h",
                                         "split.h", "gemm.h", "flash.h")],

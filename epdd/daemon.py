@@ -23,31 +23,34 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from epdd import __version__, arena, checkpoint, config, emulation, families, hub, log, placement, systemd
+from epdd import __version__, arena, checkpoint, emulation, families, hub, log, placement, systemd, unix_socket
 from epdd.checkpoint import Look
-from epdd.config import Config
 from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
-from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import AddressTaken, ConfigError, StartupError
 from epdd.families import weights
+from epdd.fleet.placement_watcher import Seating
 from epdd.fleet.process import ForkServer, preload_modules
-from epdd.fleet.seating import Seating
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.frontend import app, descriptors, terminal, unix_socket
-from epdd.frontend.admin import AdminServer
-from epdd.frontend.connections import Connections
+from epdd.frontend import app
 from epdd.frontend.context import Context
-from epdd.frontend.keys import Keys
-from epdd.frontend.metrics import RequestStats
-from epdd.frontend.request_log import RequestLog
-from epdd.frontend.server import Runner, both_families
-from epdd.frontend.status import Status
+from epdd.frontend.http import descriptors
+from epdd.frontend.http.auth import Keys
+from epdd.frontend.http.connections import Connections
+from epdd.frontend.http.server import Runner, both_families
 from epdd.hardware.probe import probe
+from epdd.ops import terminal
+from epdd.ops.admin import AdminServer
+from epdd.ops.metrics import RequestStats
+from epdd.ops.request_log import RequestLog
+from epdd.ops.status import Status
+from epdd.settings import config
+from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Annotated, Generic, TypeVar, Union
 
 import msgspec
 
+from epdd.emulated_time import Pace
 from epdd.errors import ProtocolError
-from epdd.pace import Pace
 
 HEAD = struct.Struct("<II")
 HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans, a large logit_bias and grammar stays far below

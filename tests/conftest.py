@@ -28,7 +28,7 @@ os.environ["CACHE_DIRECTORY"] = _cache.name
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`checkpoint(family, **options)`: the folder of a random checkpoint, built once a session."""
-    from tests import checkpoints
+    from tests.models import checkpoints
 
     built: dict[str, Path] = {}
 

@@ -22,7 +22,7 @@ from epdd.arena import Mapping
 from epdd.errors import DeviceError
 from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
                        Loading, OpenArena, Opened, Pool, Prefilled, Ready, Tokens, pack, to_worker)
-from epdd.worker import affinity
+from epdd.worker.process import affinity
 
 
 def fingerprint(data: bytes) -> int:

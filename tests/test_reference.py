@@ -9,12 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import reference  # noqa: E402
+from tools import reference  # noqa: E402
 
 from epdd import errors  # noqa: E402
 from epdd.cli.main import VERBS  # noqa: E402
-from epdd.config import SECTIONS  # noqa: E402
-from epdd.frontend import exposition, openapi  # noqa: E402
+from epdd.frontend.api import openapi  # noqa: E402
+from epdd.ops import exposition  # noqa: E402
+from epdd.settings.config import SECTIONS  # noqa: E402
 
 PAGES = reference.pages()
 

@@ -4,7 +4,7 @@
     python tools/reference.py --check   # exit code 1 if a page is not current
 
 Settings come from etc/epdd.toml, HTTP from /openapi.json, command lines from argparse, metrics from /metrics, error
-codes from epdd.errors and the places that raise them, request fields from epdd.frontend.fields.
+codes from epdd.errors and the places that raise them, request fields from epdd.frontend.requests.fields.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
-from reference_errors import error_codes
-from reference_http import http
-from reference_metrics import metric_list
-from reference_text import escaped, note, table
+from tools.reference_errors import error_codes
+from tools.reference_http import http
+from tools.reference_metrics import metric_list
+from tools.reference_text import escaped, note, table
 
-from epdd import config
 from epdd.cli import main as epdd_main
 from epdd.ctl import main as epdctl_main
-from epdd.frontend import fields
-from epdd.frontend.schema import ChatBody, CompletionBody
+from epdd.frontend.requests import fields
+from epdd.frontend.requests.schema import ChatBody, CompletionBody
+from epdd.settings import config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference_text import note, table
+from tools.reference_text import note, table
 
-from epdd.frontend import openapi
-from epdd.frontend.field_table import TAKEN
+from epdd.frontend.api import openapi
+from epdd.frontend.requests.field_table import TAKEN
 
 Json = dict[str, Any]
 BODIES = ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody")

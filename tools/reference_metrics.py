@@ -6,13 +6,14 @@ from typing import Any
 from unittest.mock import Mock
 
 from prometheus_client.parser import text_string_to_metric_families
-from reference_text import note, table
 
-from epdd.config import Server
-from epdd.frontend import exposition
-from epdd.frontend.connections import Connections
-from epdd.frontend.metrics import RequestStats
-from epdd.frontend.request_log import RequestLog
+from tools.reference_text import note, table
+
+from epdd.frontend.http.connections import Connections
+from epdd.ops import exposition
+from epdd.ops.metrics import RequestStats
+from epdd.ops.request_log import RequestLog
+from epdd.settings.config import Server
 
 HEAD = """\
 # Metrics

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from epdd.families.family import text_fields
 from epdd.families.files import Fields
+from epdd.families.model_info import text_fields
 
 # All families call their tower "visual", in each layout that they had; whatever else there is belongs to the language
 # model.

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from epdd import families
-from epdd.checkpoint import chat_template, expected, headers, quantization, settings, tokenizer
+from epdd.checkpoint import chat_template, expected, headers, model_config, quantization, tokenizer
 from epdd.checkpoint.chat_template import ChatTemplate
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization
@@ -66,7 +66,7 @@ def look(folder: str) -> Look:
         raise ModelError(headers.no_model(root))
     config = Fields(root / "config.json")
     family = families.of(config)
-    settings.check(config)
+    model_config.check(config)
     tensors = headers.all_tensors(root)
     files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
     quantized = quantization.read(root, config.data, tensors)

@@ -13,10 +13,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from epdd import __version__, config, hub, log
-from epdd.arguments import Parser, near
-from epdd.config import Config
+from epdd import __version__, hub, log
 from epdd.errors import ConfigError, HubUnreachable, ModelError, StartupError
+from epdd.settings import config
+from epdd.settings.arguments import Parser, near
+from epdd.settings.config import Config
 
 USAGE = 2
 EPDCTL = ("status", "policy", "explain", "topology", "drain", "resume", "restart", "chat")

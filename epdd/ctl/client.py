@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from epdd import private
-from epdd.config import SYSTEM_FILE, Config, from_file, runtime_dir
 from epdd.ctl import peer
 from epdd.errors import ConfigError, StartupError
 from epdd.log import CONTROL
+from epdd.settings.config import SYSTEM_FILE, Config, from_file, runtime_dir
 
 SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
 ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs

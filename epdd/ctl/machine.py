@@ -110,7 +110,8 @@ def _machine(args: argparse.Namespace) -> Topology:
 
 
 def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
-    from epdd import checkpoint, config, emulation, families, hub, placement
+    from epdd import checkpoint, emulation, families, hub, placement
+    from epdd.settings import config
     from epdd.errors import StartupError
     argv = [f"--{name}={getattr(args, name)}" for name in ("config", "model") if getattr(args, name)]
     for item in args.set:

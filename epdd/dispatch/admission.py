@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from epdd.dispatch.leases import Leases
+from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, ContextLength, NoWorker, Overloaded
 from epdd.families import Family

@@ -8,20 +8,19 @@ import time
 from dataclasses import dataclass
 from itertools import count
 
-from epdd.config import Config
-from epdd.config import Router as RouterConfig
+from epdd.dispatch.encoder_cache.leases import Embedding, Leases
+from epdd.dispatch.encoder_cache.transport import Transport
 from epdd.dispatch.history import History
-from epdd.dispatch.leases import Embedding, Leases
 from epdd.dispatch.poison import Poison
-from epdd.dispatch.queue import Job
-from epdd.dispatch.router import Choice, Router
-from epdd.dispatch.timing import TimeModel
-from epdd.dispatch.transport import Transport
+from epdd.dispatch.routing.queue import Job
+from epdd.dispatch.routing.router import Choice, Router
+from epdd.dispatch.routing.time_models import TimeModel
 from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, Family
 from epdd.fleet.channel import Event, Work
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import Rate, Worker
+from epdd.settings.config import Config, Router as RouterConfig
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Lease, Ready
 
 log = logging.getLogger(__name__)

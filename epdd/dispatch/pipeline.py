@@ -11,10 +11,10 @@ from contextlib import aclosing
 import msgspec
 
 from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoder_cache.leases import Embedding, Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History, Trace
-from epdd.dispatch.leases import Embedding, Leases
-from epdd.dispatch.prefixes import Prefixes, chain
+from epdd.dispatch.prefix_affinity import Prefixes, chain
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
 from epdd.fleet.channel import Event, Work

@@ -2,7 +2,7 @@
 
 Owns the profile files (`profiles/`) and what is made of them for the daemon: the model's sizes, each worker's pace,
 and the label that says everywhere that this is no real fleet.  Processes, sockets, arena and leases are the real
-ones.  What the workers do is in `worker/emulated/`, how time passes in `pace.py`, who exists in
+ones.  What the workers do is in `worker/emulated/`, how time passes in `emulated_time.py`, who exists in
 `placement/emulated.py`.
 """
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from epdd import config
+from epdd.emulated_time import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
 from epdd.emulation.profile import Profile, read
 from epdd.errors import ConfigError
 from epdd.families import Family
-from epdd.pace import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
+from epdd.settings import config
 
 # What a PD worker without a model says, over and over.
 TEXT = "This answer is emulated: no model has seen the question or the pictures. "

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from epdd.emulated_time import EncoderGroup, Model, PrefillDecodeGroup, Scale
 from epdd.errors import ConfigError
-from epdd.pace import EncoderGroup, Model, PrefillDecodeGroup, Scale
 
 SHIPPED = Path(__file__).parent / "profiles"
 

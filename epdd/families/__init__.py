@@ -4,6 +4,6 @@
 Both sides use it: the daemon to count tokens from an image's size alone, the encoder to resize to the same grid.
 """
 
-from epdd.families.family import DEMO, ITEMSIZE, Defaults, Family, load, of
+from epdd.families.model_info import DEMO, ITEMSIZE, Defaults, Family, load, of
 
 __all__ = ["DEMO", "ITEMSIZE", "Defaults", "Family", "load", "of"]

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from epdd.config import Fleet
 from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet import exits
 from epdd.fleet.channel import Channel, Report
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
-from epdd.fleet.silence import SilenceWatch
+from epdd.fleet.stall_detector import SilenceWatch
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
+from epdd.settings.config import Fleet
 from epdd.wire import Beat, Failed, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)

@@ -12,18 +12,19 @@ from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import Unauthorized
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend import chat_page, faults, ids
-from epdd.frontend.body import Bodies
-from epdd.frontend.chat import ChatCompletions
+from epdd.frontend import chat_page
+from epdd.frontend.api.chat import ChatCompletions
+from epdd.frontend.api.system_routes import Pages
+from epdd.frontend.api.text_completions import TextCompletions
+from epdd.frontend.api.tokenization import TokenPages
 from epdd.frontend.context import Context
-from epdd.frontend.cors import Cors
 from epdd.frontend.grammar_checker import GrammarChecker
-from epdd.frontend.media import Media
-from epdd.frontend.metrics import RequestStats
-from epdd.frontend.pages import Pages
-from epdd.frontend.prompt import PromptMaker
-from epdd.frontend.text_completions import TextCompletions
-from epdd.frontend.tokens import TokenPages
+from epdd.frontend.http import error_responses, request_ids
+from epdd.frontend.http.body import Bodies
+from epdd.frontend.http.cors import Cors
+from epdd.frontend.images.media import Media
+from epdd.frontend.text.prompt import PromptMaker
+from epdd.ops.metrics import RequestStats
 
 _HTTP_LOG = logging.getLogger("aiohttp.server")
 _THREADS = 2    # for large images and long prompts: the cores belong to the workers
@@ -53,7 +54,7 @@ def build(context: Context) -> web.Application:
         try:
             guard.check(request)
         except Unauthorized as error:
-            return faults.response(error)
+            return error_responses.response(error)
         return await bodies.expect(request)
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
@@ -94,11 +95,11 @@ def _errors(stats: RequestStats) -> Middleware:
         try:
             response = await handler(request)
         except web.HTTPException as error:
-            response = faults.of_http(error, request.method, request.path)
+            response = error_responses.of_http(error, request.method, request.path)
         except Exception as error:
-            fault = faults.known(error, ids.logged(request))
+            fault = error_responses.known(error, request_ids.logged(request))
             stats.errors[fault.code] += 1
-            response = faults.response(fault)
+            response = error_responses.response(fault)
         stats.statuses[response.status] += 1
         return response
 
@@ -106,5 +107,5 @@ def _errors(stats: RequestStats) -> Middleware:
 
 
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = ids.shown(request)
+    response.headers["x-request-id"] = request_ids.shown(request)
     response.headers["Server"] = "epdd"

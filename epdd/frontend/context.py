@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from epdd.checkpoint import PromptFiles
-from epdd.config import Config
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Again
 from epdd.dispatch.request import Request
 from epdd.families import Family
-from epdd.frontend.connections import Connections
-from epdd.frontend.keys import Keys
-from epdd.frontend.metrics import RequestStats
+from epdd.frontend.http.auth import Keys
+from epdd.frontend.http.connections import Connections
+from epdd.ops.metrics import RequestStats
+from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, Tokens
 
 Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Again is of all choices

@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from epdd.config import Config
 from epdd.errors import ModelError
+from epdd.settings.config import Config
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://(?:models/)?)({_ID.pattern})(?:[/@?#].*)?")

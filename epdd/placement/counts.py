@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epdd.config import Config
 from epdd.errors import PlacementError
 from epdd.hardware.topology import Gpu, Topology, plural
-from epdd.placement.seats import Seat
-from epdd.wishes import ROLES, count
+from epdd.placement.assignment import Seat
+from epdd.settings.config import Config
+from epdd.settings.worker_overrides import ROLES, count
 
 
 def decide(topology: Topology, config: Config, domains: int, asked: Sequence[Seat]) -> tuple[list[Seat], list[str]]:

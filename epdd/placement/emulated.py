@@ -7,14 +7,13 @@ from itertools import count
 from typing import TypeVar
 
 from epdd import arena
-from epdd.config import Config
+from epdd.emulated_time import EncoderGroup, PrefillDecodeGroup
 from epdd.emulation import Emulation
 from epdd.errors import PlacementError
 from epdd.families import Family
-from epdd.pace import EncoderGroup, PrefillDecodeGroup
+from epdd.settings.config import Config
+from epdd.settings.worker_overrides import Count, Workers, count as asked_count
 from epdd.wire import WorkerSpec
-from epdd.wishes import Count, Workers
-from epdd.wishes import count as asked_count
 
 G = TypeVar("G", EncoderGroup, PrefillDecodeGroup)
 

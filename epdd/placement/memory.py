@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from epdd.config import Config
 from epdd.errors import PlacementError
 from epdd.families import ITEMSIZE, Family
 from epdd.hardware.topology import Gpu, Topology
 from epdd.placement.text import size_text
+from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -135,7 +135,7 @@ def _listed(part: Part) -> str:
 
 
 def _itemsize(config: Config, family: Family) -> int:
-    """Bytes of a number on a GPU, as `worker/load.py` will choose."""
+    """Bytes of a number on a GPU, as `worker/weights/load.py` will choose."""
     if config.model.dtype != "auto":
         return ITEMSIZE[config.model.dtype]
     return 4 if family.stored == "float32" else 2

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from epdd import arena
-from epdd.config import Config
 from epdd.errors import PlacementError
 from epdd.families import Family
 from epdd.hardware.topology import HugePages, Topology
 from epdd.placement import memory
-from epdd.placement.seats import Seat
+from epdd.placement.assignment import Seat
 from epdd.placement.text import size_text
+from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 ARENA_BYTES_MIN = 64 << 20

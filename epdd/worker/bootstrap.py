@@ -25,11 +25,11 @@ import msgspec
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
-from epdd.worker import readahead
+from epdd.worker.process import readahead
 
 log = logging.getLogger(__name__)
 
-ROLES = {"encoder": ("epdd.worker.encoder", "Encoder"), "pd": ("epdd.worker.engine", "Engine")}
+ROLES = {"encoder": ("epdd.worker.vision.encoder", "Encoder"), "pd": ("epdd.worker.language.engine", "Engine")}
 # Instead, on devices other than "cpu".
 GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
@@ -55,18 +55,18 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     name_thread(f"epdd {spec.name}")
     logs.setup(spec.log_level)
     # Invariant: bound before the first thread and torch operation, for both inherit the binding.
-    binding = importlib.import_module("epdd.worker.affinity").bind(spec)
+    binding = importlib.import_module("epdd.worker.process.affinity").bind(spec)
     spec = replace(spec, threads=binding.threads)
     fd = sock.detach()
     leaving = threading.Event()
     threading.Thread(target=_exit_with_daemon, args=(os.dup(fd), leaving), daemon=True).start()
-    loop = importlib.import_module("epdd.worker.loop")
+    loop = importlib.import_module("epdd.worker.process.loop")
     connection = loop.Connection(fd)
     try:
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
-        abilities = ("emulated",) if spec.pace else importlib.import_module("epdd.worker.load").abilities(spec.device)
+        abilities = ("emulated",) if spec.pace else importlib.import_module("epdd.worker.weights.load").abilities(spec.device)
         connection.send(msgspec.structs.replace(ready, binding=binding, abilities=abilities,
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
@@ -77,7 +77,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     except Exception as error:
         leaving.set()
         if spec.device != "cpu" and spec.pace is None:
-            error = importlib.import_module("epdd.worker.cuda").fault(error) or error
+            error = importlib.import_module("epdd.worker.kernels.cuda").fault(error) or error
         _last_words(spec, connection, error)
         sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
     finally:
@@ -125,7 +125,7 @@ def role_of(spec: wire.WorkerSpec) -> Any:
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
-    importlib.import_module("epdd.worker.vml").settle()
+    importlib.import_module("epdd.worker.kernels.mkl").settle()
     torch.set_num_interop_threads(1)
 
 

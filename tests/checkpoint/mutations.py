@@ -20,11 +20,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from epdd import arena, wire
 from epdd.checkpoint import Look
 from epdd.dispatch.request import Image
-from epdd.frontend.messages import Conversation, ImageRef, Message
-from epdd.frontend.prompt import PromptMaker
-from epdd.worker import encoder, engine
-from tests import checkpoints
-from tests.worker import pd
+from epdd.frontend.requests.messages import Conversation, ImageRef, Message
+from epdd.frontend.text.prompt import PromptMaker
+from epdd.worker.language import engine
+from epdd.worker.vision import encoder
+from tests.models import checkpoints
+from tests.worker.language import pd
 
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn,
           torch.bool]

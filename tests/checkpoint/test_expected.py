@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from epdd.checkpoint import expected, settings
+from epdd.checkpoint import expected, model_config
 from epdd.errors import ModelError
 from epdd.families.files import Fields
 
@@ -60,7 +60,7 @@ def test_names_and_shapes_are_those_of_the_model_classes(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("kind", HUB)
 def test_published_settings_are_taken_and_each_wrong_field_is_named(tmp_path: Path, kind: str) -> None:
-    settings.check(Fields(write(tmp_path, kind, HUB[kind]) / "config.json"))
+    model_config.check(Fields(write(tmp_path, kind, HUB[kind]) / "config.json"))
     for part, field, value in (("vision_config", "num_heads", 17), ("vision_config", "depth", None),
                                ("text", "hidden_act", "epdd"), ("text", "rms_norm_eps", 1), ("text", "rope_theta", "x"),
                                ("text", "num_key_value_heads", 5), ("text", "attention_dropout", "x")):
@@ -68,7 +68,7 @@ def test_published_settings_are_taken_and_each_wrong_field_is_named(tmp_path: Pa
         section = config.get("text_config", config) if part == "text" else config[part]
         section[field] = value
         with pytest.raises(ModelError, match=f"config.json: .*{field} is "):
-            settings.check(Fields(write(tmp_path, kind, config) / "config.json"))
+            model_config.check(Fields(write(tmp_path, kind, config) / "config.json"))
 
 
 @pytest.mark.parametrize("kind", HUB)

@@ -22,9 +22,10 @@ from epdd import checkpoint as looks
 from epdd.checkpoint import headers
 from epdd.errors import ModelError
 from epdd.families import Defaults, weights
-from epdd.worker import load, preprocess
-from tests import checkpoints
-from tests.worker.test_preprocess import normalised
+from epdd.worker.vision import preprocess
+from epdd.worker.weights import load
+from tests.models import checkpoints
+from tests.worker.vision.test_preprocess import normalised
 
 SINGLE = "model.safetensors"
 

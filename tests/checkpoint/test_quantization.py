@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from epdd.checkpoint import headers, quantization
 from epdd.checkpoint.quantization import Quantization, Scale
 from epdd.errors import ModelError
-from tests.quantized import QWEN, compressed
+from tests.models.quantized import QWEN, compressed
 
 FP8 = torch.float8_e4m3fn
 MATRIX = torch.zeros(100, 60).to(FP8)

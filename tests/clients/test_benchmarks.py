@@ -46,7 +46,7 @@ def test_aiperf(installed, daemon, tmp_path):
 
 
 def test_bench_serve(installed, daemon, tmp_path):
-    """tools/bench_serve.py, which drives aiperf: one server, one rate, then the table of what was measured."""
+    """tools/bench/serving/serve.py, which drives aiperf: one server, one rate, then the table of what was measured."""
     program = ROOT / "tools" / "bench_serve.py"
     measured([
         sys.executable, program, "run", "--aiperf", installed("aiperf") / "bin" / "aiperf", "--url", daemon.url(""),

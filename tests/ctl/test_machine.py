@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 
 from epdd import placement
-from epdd.config import Config
 from epdd.ctl import picture
 from epdd.ctl.main import main
 from epdd.hardware import saved
 from epdd.hardware.topology import Cpu, Link, NumaNode, Topology
+from epdd.settings.config import Config
 from tests.ctl.fake_daemon import FakeDaemon
 from tests.ctl.snapshot import snapshot, worker
 from tests.machines import FAMILY, GIB, machine
-from tests.test_placement_any import topologies
+from tests.placement.test_placement_any import topologies
 
 NO_DAEMON = ["--socket", "/nowhere/admin.sock"]
 

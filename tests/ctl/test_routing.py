@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from epdd.config import POLICIES
 from epdd.ctl import routing
 from epdd.ctl.main import main
+from epdd.settings.config import POLICIES
 from tests.ctl.fake_daemon import FakeDaemon
 from tests.ctl.snapshot import snapshot
 

@@ -6,18 +6,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from epdd import arena
-from epdd.config import Config
 from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
-from epdd.dispatch.leases import Leases
 from epdd.dispatch.pipeline import Again, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.families.family import Family
+from epdd.families.model_info import Family
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.fleet.process import ForkServer
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State
+from epdd.settings.config import Config
 from epdd.wire import Done, Sampling, Tokens, WorkerSpec
 from tests.fake_worker import fingerprint
 

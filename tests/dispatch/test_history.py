@@ -7,10 +7,10 @@ import tracemalloc
 
 import pytest
 
-from epdd.config import Config
+from epdd.dispatch.encoder_cache.leases import Embedding
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
-from epdd.dispatch.leases import Embedding
 from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
+from epdd.settings.config import Config
 from epdd.wire import Cancelled, Encoded, Lease
 from tests.dispatch.fleet import expected, request, running
 

@@ -7,11 +7,10 @@ import signal
 
 import pytest
 
-from epdd.config import Config
-from epdd.errors import (ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost,
-                         WorkerTimeout)
 from epdd.dispatch.pipeline import ANSWER_TOKENS, Again
+from epdd.errors import ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.fleet.worker import State
+from epdd.settings.config import Config
 from epdd.wire import Tokens
 from tests.dispatch.fleet import ROWS, expected, request, running
 

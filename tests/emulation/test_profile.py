@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from epdd import config, emulation, families
+from epdd import emulation, families
 from epdd.emulation.profile import SHIPPED
 from epdd.errors import ConfigError
 from epdd.families import DEMO
+from epdd.settings import config
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 PUBLISHED = "xeon6747p-5xl40s"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from epdd.worker import bootstrap, cuda
+from epdd.worker import bootstrap
+from epdd.worker.kernels import cuda
 from tests.field.gpu_daemon import FOLDER
 from tests.worker.fake_cuda import FakeDevice
 

@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 
 from tests.e2e.daemon import Daemon
-from tests.field import pictures
+from tests.field.cases import pictures
 from tests.field.web import Host
 
 CHAT = "/v1/chat/completions"

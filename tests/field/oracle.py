@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.field import pictures
+from tests.field.cases import pictures
 from tests.field.house import ANSWER_BYTES_MAX, BASE64, GAP_S, LEAKS, LOG_BYTES_MAX, SETTLE_S, House, Reply
 from tests.field.table import Case
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from tests.e2e.daemon import Daemon
-from tests.field import (api, caches, connections, getting, gpu_faults, oracle, pixels, processes,  # noqa: F401
-                         prompts)
+from tests.field import oracle  # noqa: F401
+from tests.field.cases import api, caches, connections, getting, gpu_faults, pixels, processes, prompts  # noqa: F401
 from tests.field.house import House
 from tests.field.table import CASES, Case, Short
 from tests.field.web import Host

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from tests.field import pictures
+from tests.field.cases import pictures
 
 
 class Host(ThreadingHTTPServer):

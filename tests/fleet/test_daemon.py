@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from epdd import checkpoint, daemon, families
-from epdd.config import Config
 from epdd.fleet.worker import State
+from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from epdd.config import Config
-from epdd.dispatch.pools import GPU
+from epdd.dispatch.routing.replicas import GPU
 from epdd.errors import DeviceError, Rejected
 from epdd.fleet import exits
 from epdd.fleet.worker import State
 from epdd.hardware import gpus
+from epdd.settings.config import Config
 from tests.dispatch.fleet import GUARD_S, expected, request, running
 
 pytestmark = pytest.mark.takes(30)

@@ -12,10 +12,10 @@ import psutil
 import pytest
 from multiprocess import forkserver
 
-from epdd.config import Config
 from epdd.errors import NotFound, Rejected
-from epdd.fleet import exits, silence, supervisor
+from epdd.fleet import exits, stall_detector, supervisor
 from epdd.fleet.worker import State
+from epdd.settings.config import Config
 from tests.dispatch.fleet import FORK_SERVER, expected, request, running
 
 
@@ -196,7 +196,7 @@ async def test_out_of_rotation_also_after_a_crash_and_until_resumed():
 
 
 async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(monkeypatch):
-    monkeypatch.setattr(silence, "WATCH_S", 0.1)
+    monkeypatch.setattr(stall_detector, "WATCH_S", 0.1)
     config = Config().with_values("fleet", {"stall_s": 2.0}, "test")
     async with running(encoders=1, config=config) as fleet:
         workers = fleet.supervisor.workers
@@ -230,7 +230,7 @@ class Stuck:
 
 
 async def test_a_fork_server_that_never_answers_is_replaced(monkeypatch):
-    monkeypatch.setattr(silence, "WATCH_S", 0.02)
+    monkeypatch.setattr(stall_detector, "WATCH_S", 0.02)
     async with running(encoders=1, config=Config().with_values("fleet", {"backoff_s": 0.01}, "test")) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         stuck = fleet.supervisor._fork_server = Stuck(asyncio.Event())

@@ -7,9 +7,9 @@ import atexit
 
 import uvloop
 
-from epdd.frontend import structured
 from epdd.frontend.grammar_checker import GrammarChecker
-from epdd.frontend.structured import Structure
+from epdd.frontend.structured import structured_output
+from epdd.frontend.structured.structured_output import Structure
 
 _runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 _checker = GrammarChecker()
@@ -17,7 +17,7 @@ _checker = GrammarChecker()
 
 def check(structure: Structure) -> None:
     """Raises BadRequest."""
-    _runner.run(structured.check(structure, _checker))
+    _runner.run(structured_output.check(structure, _checker))
 
 
 @atexit.register

@@ -16,16 +16,16 @@ from tokenizers import Tokenizer
 
 from epdd import families
 from epdd.checkpoint import prompt_files
-from epdd.config import Config
 from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
-from epdd.frontend.connections import Connections
 from epdd.frontend.context import Context, Event, States
-from epdd.frontend.keys import Keys
-from epdd.frontend.metrics import RequestStats
-from epdd.frontend.server import Runner
+from epdd.frontend.http.auth import Keys
+from epdd.frontend.http.connections import Connections
+from epdd.frontend.http.server import Runner
+from epdd.ops.metrics import RequestStats
+from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 _TEST_S_MAX = 120

@@ -13,10 +13,10 @@ import pytest
 import uvloop
 
 from epdd.errors import CapacityError
-from epdd.frontend import structured
 from epdd.frontend.grammar_checker import GrammarChecker
+from epdd.frontend.structured import structured_output
 
-from .house import House, hosted, settle
+from tests.frontend.house import House, hosted, settle
 
 GOOD, BAD = 'start: "a"', "start: b"
 # Two kilobytes, and hours of work: to llguidance it is the intersection of 30 expressions of 8,192 states each.
@@ -38,7 +38,7 @@ def checked(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
 
 
 def term(**fields: Any) -> str:
-    return structured.parse(fields).grammar
+    return structured_output.parse(fields).grammar
 
 
 @pytest.mark.parametrize("fields", [{"guided_json": ENDLESS}, {"guided_grammar": TANGLED}], ids=["schema", "rules"])

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from epdd.config import Media
 from epdd.errors import MediaError
-from epdd.frontend.fetch import URL_CHARS_MAX
+from epdd.frontend.images.fetch import URL_CHARS_MAX
+from epdd.settings.config import Media
 
-from .image_host import PNG, Host, fault, fetching, listed, run
+from tests.frontend.images.image_host import PNG, Host, fault, fetching, listed, run
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -111,8 +111,8 @@ def test_lookups_have_threads_enough() -> None:
     """A name server that does not answer holds its lookup for longer than the fetch."""
     code = """if True:
         import asyncio, os, uvloop
-        from epdd.config import Media
-        from epdd.frontend.fetch import Fetcher
+        from epdd.settings.config import Media
+        from epdd.frontend.images.fetch import Fetcher
 
         async def main():
             fetcher = Fetcher(Media(fetches_max=8))

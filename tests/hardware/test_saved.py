@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from epdd import placement
-from epdd.config import Config
 from epdd.hardware.probe import probe
 from epdd.hardware.topology import EFFICIENCY, Gpu, ranges
+from epdd.settings.config import Config
 from tests.hardware import nvml, recorded
 from tests.hardware.trees import tree
 from tests.machines import FAMILY, GIB

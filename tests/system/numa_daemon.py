@@ -6,7 +6,7 @@ import sys
 
 from epdd import daemon
 from epdd.fleet.process import ForkServer
-from epdd.frontend.status import Status
+from epdd.ops.status import Status
 from tests.system import numa_gpus
 
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 from epdd.arena import Mapping
-from epdd.worker import affinity
+from epdd.worker.process import affinity
 from tests.fake_worker import FakeWorker
 
 TOUCHED_BYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""A device of epdd.worker.cuda's kind without a GPU: host memory, and streams that run as late as they may.
+"""A device of epdd.worker.kernels.cuda's kind without a GPU: host memory, and streams that run as late as they may.
 
 What is given to a stream is done only when somebody waits for it: an answer that goes out without having waited carries
 wrong bytes, and the test sees them.  Memory that others may open is a memfd; its handle names it by process, so it
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from epdd.errors import WorkerFailed
-from epdd.worker.cuda import HANDLE_BYTES
+from epdd.worker.kernels.cuda import HANDLE_BYTES
 
 NOISE = 0xA5
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.fleet.process import ForkServer, Process
-from tests import checkpoints
-from tests.frontend import hostile
-from tests.worker import pd
+from tests.frontend.http import hostile
+from tests.models import checkpoints
+from tests.worker.language import pd
 
 pytestmark = pytest.mark.takes(30)
 

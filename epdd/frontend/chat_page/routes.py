@@ -9,8 +9,8 @@ import orjson
 from aiohttp import web
 
 from epdd.families import DEMO
-from epdd.frontend.context import Context
 from epdd.frontend.chat_page.figures import Figures
+from epdd.frontend.context import Context
 
 _FILES = Path(__file__).parent / "files"
 _SAMPLES = DEMO / "samples"

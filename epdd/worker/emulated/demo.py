@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from epdd.worker import engine
 from epdd.worker.emulated.rows import NOTHING, load_of
-from epdd.worker.inputs import Request
-from epdd.worker.scheduler import Batch
+from epdd.worker.language import engine
+from epdd.worker.language.batch_inputs import Request
+from epdd.worker.language.scheduler import Batch
 
 
 class Engine(engine.Engine):

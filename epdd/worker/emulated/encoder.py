@@ -13,11 +13,11 @@ import msgspec
 
 from epdd import families, wire
 from epdd.arena import Mapping
+from epdd.emulated_time import Clock
 from epdd.errors import ProtocolError
-from epdd.pace import Clock
 from epdd.worker.emulated import rows
 from epdd.worker.emulated.paced import Paced, encoder_pace
-from epdd.worker.loop import Send
+from epdd.worker.process.loop import Send
 
 
 class Encoder(Paced):
@@ -32,7 +32,7 @@ class Encoder(Paced):
         if pace.model is not None:
             self._core: Any = rows.Encoder(spec, arena, self._answers.append)
         else:
-            real = importlib.import_module("epdd.worker.encoder").Encoder
+            real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
         self._waiting: deque[tuple[wire.Encode, bytes, float]] = deque()     # with its arrival
         self._family = families.load(spec.model)

@@ -1,6 +1,6 @@
 """The emulated prefill-decode role: continuous batching, each step for as long as the time model says.
 
-The real scheduler decides who is in a step (`worker/scheduler.py`), also for rows without a model.  A step of
+The real scheduler decides who is in a step (`worker/language/scheduler.py`), also for rows without a model.  A step of
 `prefill` prompt tokens and `decoding` sequences takes
 
     max(decode.a, prefill / prefill_tokens_per_s) + decode.b * decoding + decode.c * decoding^2
@@ -18,10 +18,10 @@ from typing import Any
 
 from epdd import wire
 from epdd.arena import Mapping
-from epdd.pace import Clock
+from epdd.emulated_time import Clock
 from epdd.worker.emulated import rows
 from epdd.worker.emulated.paced import Paced, pd_pace
-from epdd.worker.loop import Send
+from epdd.worker.process.loop import Send
 
 
 class Engine(Paced):

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 from epdd import wire
-from epdd.pace import Clock, EncoderGroup, Pace, PrefillDecodeGroup, Timeline
-from epdd.worker.loop import Send
+from epdd.emulated_time import Clock, EncoderGroup, Pace, PrefillDecodeGroup, Timeline
+from epdd.worker.process.loop import Send
 
 log = logging.getLogger(__name__)
 

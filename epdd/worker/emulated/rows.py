@@ -12,14 +12,14 @@ from typing import Any
 
 from epdd import families, wire
 from epdd.arena import Mapping
+from epdd.emulated_time import Model
 from epdd.errors import BadRequest, ContextLength, WorkerFailed
 from epdd.families import Family
-from epdd.pace import Model
 from epdd.worker.emulated import pattern
 from epdd.worker.emulated.paced import encoder_pace, pd_pace
-from epdd.worker.intake import Intake
-from epdd.worker.loop import Send, failed
-from epdd.worker.scheduler import Batch, Scheduler, Sequence
+from epdd.worker.language.request_tracker import Intake
+from epdd.worker.language.scheduler import Batch, Scheduler, Sequence
+from epdd.worker.process.loop import Send, failed
 
 Load = tuple[int, int]              # of a step: prompt tokens, decoding sequences
 NOTHING: Load = (0, 0)

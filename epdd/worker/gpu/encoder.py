@@ -21,14 +21,15 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import DeviceError, OutOfMemory
-from epdd.worker import backends, cuda
 from epdd.worker.bootstrap import name_thread
-from epdd.worker.decode_image import Pixels
-from epdd.worker.encoder import Encoder, Job
-from epdd.worker.grids import Grid
 from epdd.worker.gpu import pixels
-from epdd.worker.loop import Send, failed
-from epdd.worker.transfer import Transfer
+from epdd.worker.gpu.transfer import Transfer
+from epdd.worker.kernels import cuda
+from epdd.worker.process.loop import Send, failed
+from epdd.worker.vision import backends
+from epdd.worker.vision.decode_image import Pixels
+from epdd.worker.vision.encoder import Encoder, Job
+from epdd.worker.vision.grids import Grid
 
 log = logging.getLogger(__name__)
 

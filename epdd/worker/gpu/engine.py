@@ -15,15 +15,16 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerLost
-from epdd.worker import attention, cuda, inputs, kv, norm
-from epdd.worker.engine import Engine, Logits
 from epdd.worker.gpu import flash
 from epdd.worker.gpu.graphs import Graphs
 from epdd.worker.gpu.leased import Leased, ask_ahead, splice
-from epdd.worker.inputs import Image, Request
-from epdd.worker.loop import Send, failed
-from epdd.worker.scheduler import HEADROOM_TOKENS, Batch
-from epdd.worker.transfer import Transfer
+from epdd.worker.gpu.transfer import Transfer
+from epdd.worker.kernels import cuda, norm
+from epdd.worker.language import attention, batch_inputs, kv_cache
+from epdd.worker.language.batch_inputs import Image, Request
+from epdd.worker.language.engine import Engine, Logits
+from epdd.worker.language.scheduler import HEADROOM_TOKENS, Batch
+from epdd.worker.process.loop import Send, failed
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class GpuEngine(Engine):
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
         self._stream = self._gpu.stream(urgent=True)
-        _, kv_heads, dim = kv.sizes(self._text.config)
+        _, kv_heads, dim = kv_cache.sizes(self._text.config)
         chosen = flash.choose(self._text.config.num_attention_heads, kv_heads, dim, self.dtype, self._device, kernels)
         self._kernel: flash.Kernel | None = chosen and chosen[1]
         self._graphs: Graphs | None = None
@@ -90,15 +91,15 @@ class GpuEngine(Engine):
 
     def _run(self, batch: Batch[Request]) -> Logits:
         layout = self._layout(batch)
-        ids, positions = inputs.ids(batch), inputs.positions(batch)
+        ids, positions = batch_inputs.ids(batch), batch_inputs.positions(batch)
         if self._graphs is not None and self._graphs.fits(len(ids)) and len(ids) == len(layout) \
-                and not any(inputs.pieces(batch)):
+                and not any(batch_inputs.pieces(batch)):
             return self._read(*self._graphs.run(ids, positions, layout))        # waits for the step
         numbers = self._put(torch.cat((torch.tensor(ids)[None], positions)))
         embeds = self._embed(numbers[0])
         plan = flash.plan(layout, self._kernel, self._put) if self._kernel else attention.plan(layout, self._device)
         hidden = self._hidden(embeds, numbers[1:], plan, **splice(batch, embeds))
-        wanted = inputs.wanted(batch)
+        wanted = batch_inputs.wanted(batch)
         ask_ahead(batch, self._scheduler.token_budget)
         if wanted:
             return self._read(*self._best(hidden[self._put(torch.tensor(wanted))]))

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from epdd.worker import attention
+from epdd.worker.language import attention
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from epdd import wire
-from epdd.worker.cuda import Device
-from epdd.worker.inputs import Request, Rows, pieces
-from epdd.worker.scheduler import Batch
-from epdd.worker.transfer import Fetched, Transfer
+from epdd.worker.gpu.transfer import Fetched, Transfer
+from epdd.worker.kernels.cuda import Device
+from epdd.worker.language.batch_inputs import Request, Rows, pieces
+from epdd.worker.language.scheduler import Batch
 
 
 class Leased:

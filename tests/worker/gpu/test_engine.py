@@ -15,10 +15,10 @@ from epdd import wire
 from epdd.errors import DeviceError
 from epdd.worker.gpu import flash, graphs
 from epdd.worker.gpu.engine import GpuEngine
-from tests import checkpoints
-from tests.worker import pd
+from tests.models import checkpoints
 from tests.worker.fake_cuda import FakeDevice
-from tests.worker.test_engine import prompts, reference
+from tests.worker.language import pd
+from tests.worker.language.test_engine import prompts, reference
 
 KERNELS: dict[str, flash.Kernel] = {"by sequence": flash.by_sequence}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from epdd.worker import attention, kv
 from epdd.worker.gpu import flash
-from epdd.worker.scheduler import KV_UNIT
+from epdd.worker.language import attention, kv_cache
+from epdd.worker.language.scheduler import KV_UNIT
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_a_plan_says_to_the_kernel_what_attention_by_sequence_computes(
     """Extents of (rows, tokens before) in any order in the pool, decode rows first or not."""
     query_heads, kv_heads = heads
     config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=kv_heads, head_dim=8)
-    target = kv.Pool(config, 24 * KV_UNIT, torch.float32, CPU)
+    target = kv_cache.Pool(config, 24 * KV_UNIT, torch.float32, CPU)
     names = list(range(len(sequences)))
     order.shuffle(names)                            # type: ignore[attr-defined]
     for name in names:

@@ -13,15 +13,15 @@ from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.errors import DeviceError
-from epdd.worker import preprocess
-from epdd.worker.backends import choice, cuda
-from epdd.worker.backends.cuda import Flash
 from epdd.worker.gpu import pixels
 from epdd.worker.gpu.encoder import GpuEncoder
-from epdd.worker.tower import Tower
-from tests import checkpoints
-from tests.worker import pd
+from epdd.worker.vision import preprocess
+from epdd.worker.vision.backends import choice, cuda
+from epdd.worker.vision.backends.cuda import Flash
+from epdd.worker.vision.tower import Tower
+from tests.models import checkpoints
 from tests.worker.fake_cuda import FakeDevice
+from tests.worker.language import pd
 
 SIZES = [(100, 60), (56, 56), (300, 40), (333, 251)]
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -202,7 +202,7 @@ def test_packed_attention_is_told_who_belongs_together(checkpoint: Callable[...,
     for family in checkpoints.FAMILIES:
         folder = checkpoint(family)
         facts = families.load(folder)
-        from epdd.worker import load
+        from epdd.worker.weights import load
         plain, packed = (Tower(lambda: load.load_vision(folder, "float32", "cpu"), facts) for _ in range(2))
         grids = [(1, 4, 6), (1, 2, 2), (1, 6, 4)]
         data = torch.randint(0, 256, (52, 3 * facts.patch ** 2), dtype=torch.uint8)

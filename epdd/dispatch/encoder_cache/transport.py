@@ -1,0 +1,172 @@
+"""How embeddings get from encoders to prefill-decode workers: by the host's memory, or by an encoder GPU's own.
+
+Knows which pools there are and who can read them, and tells workers of them.  An image goes by its encoder's GPU
+memory only while every prefill-decode worker in service has opened that, so that the choice between those stays free;
+where one cannot (no peer access, or it runs on CPUs) that encoder's images go by the host, as all do that CPUs encode.
+
+What a lost encoder leaves: its process takes its GPU memory with it, under the eyes of whoever reads.  Rows that were
+read when it had begun to end are taken for lost, whatever they look like, and the request is placed again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from epdd.dispatch.encoder_cache.leases import Embedding, Leases
+from epdd.errors import WorkerLost
+from epdd.fleet.process import leaving
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State, Worker
+from epdd.wire import CloseArena, Lease, OpenArena, Pool, Ready
+
+log = logging.getLogger(__name__)
+
+HOST = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """The pool of an encoder's living process."""
+
+    arena: int
+    encoder: Worker
+    ready: Ready                # of that process
+    pid: int
+    pool: Pool
+
+    @property
+    def alive(self) -> bool:
+        return self.encoder.ready is self.ready and self.encoder.state in (State.READY, State.DRAINING)
+
+
+class Transport:
+    """Called after every change of the fleet, before anybody acts on it."""
+
+    def __init__(self, supervisor: Supervisor, leases: Leases) -> None:
+        self._supervisor = supervisor
+        self._leases = leases
+        self._numbers = count(HOST + 1)
+        self._sources: dict[int, Source] = {}
+        self._told: dict[str, tuple[Ready, set[int]]] = {}      # by worker: arenas that its living process knows of
+
+    def fleet_changed(self) -> None:
+        for source in [source for source in self._sources.values() if not source.alive]:
+            del self._sources[source.arena]
+            self._leases.gpu.lose(source.arena)
+        known = {id(source.ready) for source in self._sources.values()}
+        for worker in self._supervisor.role("encoder"):
+            if worker.ready is not None and worker.ready.pool is not None and id(worker.ready) not in known:
+                self._add(worker, worker.ready, worker.ready.pool)
+        pinned = all(worker.was_ready or worker.state is State.FAILED for worker in self._supervisor.role("encoder"))
+        for worker in self._supervisor.workers:
+            if worker.kind == "gpu" and worker.ready is not None and worker.spec.pace is None:
+                self._tell(worker, worker.ready, pinned)
+
+    def _add(self, worker: Worker, ready: Ready, pool: Pool) -> None:
+        if worker.process is None or worker.state not in (State.READY, State.DRAINING):
+            return
+        source = Source(next(self._numbers), worker, ready, worker.process.pid, pool)
+        self._sources[source.arena] = source
+        self._leases.gpu.add(source.arena, pool.bytes)
+
+    def _tell(self, worker: Worker, ready: Ready, pinned: bool) -> None:
+        """Bring what a worker on a GPU knows of arenas up to date."""
+        if worker.channel is None or worker.state not in (State.READY, State.DRAINING):
+            return
+        if worker.name not in self._told or self._told[worker.name][0] is not ready:
+            self._told[worker.name] = ready, set()
+        known = self._told[worker.name][1]
+        if pinned and HOST not in known:
+            # The pages are there now, each on its NUMA node: pinned earlier, all would lie on this worker's.
+            known.add(HOST)
+            worker.channel.send(OpenArena(HOST))
+        if worker.role != "pd":
+            return
+        for arena in known - self._sources.keys() - {HOST}:
+            known.remove(arena)
+            worker.arenas.pop(arena, None)
+            worker.channel.send(CloseArena(arena))
+        for source in self._sources.values():
+            if source.arena not in known and source.encoder.spec.device in worker.spec.peers:
+                known.add(source.arena)
+                worker.channel.send(OpenArena(source.arena, source.pool))
+
+    # --- for one image or request
+
+    def place(self, embedding: Embedding, encoder: Worker, size: int) -> Lease | None:
+        """Room in the encoder's own memory for what it is about to write, if all can read it there."""
+        source = next((source for source in self._sources.values() if source.encoder is encoder), None)
+        readers = [worker for worker in self._supervisor.role("pd") if worker.takes_work]
+        if source is None or not readers or any(worker.arenas.get(source.arena) != "" for worker in readers):
+            return None
+        return self._leases.gpu.place(embedding, source.arena, size)
+
+    def reads(self, worker: Worker, embeddings: Iterable[Embedding]) -> bool:
+        """Whether a prefill-decode worker can read them all where they lie."""
+        return all(worker.arenas.get(arena) == "" for arena in _arenas(embeddings))
+
+    def give_up_unreadable(self, embeddings: Iterable[Embedding]) -> None:
+        """Raises WorkerLost where no prefill-decode worker will ever read them together; they are forgotten then."""
+        lying = [embedding for embedding in embeddings if embedding.lease.arena]
+        if lying and not any(self._may_read(worker, lying) for worker in self._supervisor.role("pd")):
+            for embedding in lying:
+                self._leases.gpu.forget(embedding)
+            raise WorkerLost("no prefill-decode worker can read the rows where they lie")
+
+    def _may_read(self, worker: Worker, embeddings: Iterable[Embedding]) -> bool:
+        """Whether it can, or will be able to as far as is known."""
+        return worker.comes_back and all(
+            not worker.arenas.get(arena) and self._sources[arena].encoder.spec.device in worker.spec.peers
+            for arena in _arenas(embeddings))
+
+    def check(self, embeddings: Iterable[Embedding]) -> None:
+        """Raises WorkerLost if rows were, or may have been, lost with their encoder; what has been read is void."""
+        gone = [embedding for embedding in embeddings if embedding.lost or not self._alive(embedding.lease.arena)]
+        for embedding in gone:
+            # Now, and not only when the encoder's end is known: the next attempt must not find it again.
+            self._leases.gpu.forget(embedding)
+        if gone:
+            raise WorkerLost("an encoder was lost, and rows with its GPU's memory")
+
+    def _alive(self, arena: int) -> bool:
+        source = self._sources.get(arena)
+        return arena == HOST or source is not None and not leaving(source.pid)
+
+    # --- for people
+
+    def pairs(self) -> list[dict[str, Any]]:
+        """How each encoder's rows get to each prefill-decode worker, and why not by its GPU's memory."""
+        return [{"encoder": encoder.name, "pd": pd.name} | self._way(encoder, pd)
+                for encoder in self._supervisor.role("encoder") for pd in self._supervisor.role("pd")]
+
+    def _way(self, encoder: Worker, pd: Worker) -> dict[str, Any]:
+        source = next((source for source in self._sources.values() if source.encoder is encoder), None)
+        if encoder.kind == "cpu" or pd.kind == "cpu":
+            why: str | None = "on CPUs"
+        elif source is None:
+            why = f"{encoder.name} has no memory to share" if encoder.ready else f"{encoder.name} is not ready"
+        elif encoder.spec.device not in pd.spec.peers:
+            why = f"{pd.spec.device} cannot read {encoder.spec.device}"
+        elif pd.arenas.get(source.arena) == "":
+            others = [worker.name for worker in self._supervisor.role("pd")
+                      if worker.takes_work and worker.arenas.get(source.arena) != ""]
+            why = f"{', '.join(others)} cannot read it" if others else None
+        else:
+            why = pd.arenas.get(source.arena, f"{pd.name} has not opened it")
+        pinned = any(worker.arenas.get(HOST) == "" for worker in (encoder, pd))
+        return {"way": "gpu" if why is None else "host", "why": why, "pinned": why is not None and pinned}
+
+    def pools(self) -> list[dict[str, Any]]:
+        return [{"encoder": source.encoder.name, "device": source.encoder.spec.device, "bytes": source.pool.bytes,
+                 "used_bytes": self._leases.gpu.pools[source.arena].used_bytes,
+                 "cached_bytes": self._leases.gpu.pools[source.arena].cached_bytes}
+                for source in self._sources.values()]
+
+
+def _arenas(embeddings: Iterable[Embedding]) -> set[int]:
+    """The pools that they lie in."""
+    return {embedding.lease.arena for embedding in embeddings} - {HOST}

@@ -1,0 +1,276 @@
+"""What both completion endpoints share: a request that is ready, answered whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from epdd.dispatch.pipeline import Again
+from epdd.dispatch.request import Request
+from epdd.errors import WorkerTimeout
+from epdd.families.vocabulary import Vocabulary
+from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole, total_usage
+from epdd.frontend.context import Context
+from epdd.frontend.grammar_checker import GrammarChecker
+from epdd.frontend.http import error_responses, request_ids
+from epdd.frontend.http.body import Bodies
+from epdd.frontend.http.sse import ClientGone, EventStream
+from epdd.frontend.images.media import Held
+from epdd.frontend.requests import request_validation
+from epdd.frontend.requests.completion_requests import Options
+from epdd.frontend.requests.inline_files import Limits
+from epdd.frontend.structured import bad_words, structured_output
+from epdd.frontend.text.prompt import Prompt, PromptMaker
+from epdd.ops.metrics import Record
+from epdd.wire import Sampling, Tokens
+
+
+T = TypeVar("T")
+
+INLINE_BYTES = 64 << 10     # of JSON, parsed in a millisecond or two
+_AT_ONCE = 32               # parts of an answer that are put together before others get their turn
+
+
+@dataclass(frozen=True)
+class Part:
+    """One prompt of a request, and the answers to it."""
+
+    request: Request
+    answers: Answers
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request that is ready to be answered."""
+
+    http: web.Request
+    options: Options
+    parts: Sequence[Part]
+    record: Record
+    deadline: float                         # loop.time(); 0: none
+    held: Held | None = None                # its images
+
+    def images_read(self) -> None:
+        """A token came.  Of an answer that is sent whole the images may still be of use, for a second try."""
+        if self.held is not None:
+            if self.options.stream:
+                self.held.let_go()
+            else:
+                self.held.offer()
+
+    def images_needed(self) -> None:
+        """That second try begins."""
+        if self.held is not None:
+            self.held.keep()
+
+    @property
+    def head(self) -> dict[str, object]:
+        """What a completion and all of its chunks have in common."""
+        return {"id": request_ids.own(self.http), "created": int(time.time()), "model": self.options.model}
+
+    def usage(self) -> dict[str, Any]:
+        return total_usage([part.answers.usage() for part in self.parts])
+
+
+class Completions(ABC):
+    """An endpoint's handler."""
+
+    kind: str                           # how the names of its answers begin
+    whole: type[Whole] = Whole
+    chunks: type[Chunks] = Chunks
+
+    def __init__(self, context: Context, bodies: Bodies, prompts: PromptMaker, vocabulary: Vocabulary,
+                 checker: GrammarChecker, executor: Executor) -> None:
+        self._context = context
+        self._bodies = bodies
+        self._prompts = prompts
+        self._vocabulary = vocabulary
+        self._checker = checker
+        self._executor = executor
+        self._limits = limits_of(context)
+
+    async def answer(self, http: web.Request) -> web.StreamResponse:
+        deadline = deadline_of(self._context)
+        names = request_ids.own(http, self.kind), request_ids.client(http)
+        with self._context.stats.request(*names) as record:
+            self._context.admission.room()      # before a body is read in vain
+            async with AsyncExitStack() as stack:
+                async with until(deadline):
+                    turn = await self._prepare(http, record, deadline, stack)
+                record.model = turn.options.model
+                return await (self._stream(turn) if turn.options.stream else self._whole(turn))
+
+    async def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
+        """The prompt as it is sent, and how it is answered.  Raises BadRequest or ContextLength."""
+        context_max = self._context.context_max()
+        prompt = prompt.cut(options.truncate, options.sampling, context_max)
+        sampling = prompt.limit(options.sampling, context_max)
+        if options.bad_words:
+            steps = await asyncio.get_running_loop().run_in_executor(
+                self._executor, bad_words.steps, options.bad_words, self._vocabulary)
+            sampling = msgspec.structs.replace(sampling, bad_words=steps)
+        return prompt, sampling
+
+    async def _body(self, http: web.Request, record: Record, reading: AsyncExitStack, stack: AsyncExitStack
+                    ) -> bytearray:
+        """The body, held until `reading` closes.  Once it is whole the request counts, until `stack` closes.
+
+        Not before: a client that sends half a body would keep others out at no cost.
+        """
+        body = await self._bodies.read(http, request_validation)
+        stack.enter_context(self._context.admission.enter())
+        record.accept()
+        return body
+
+    async def _parsed(self, kind: type[msgspec.Struct], understand: Callable[..., T], body: bytearray) -> T:
+        """What `understand`, of `completion_requests.py`, makes of a body."""
+        context, size = self._context, len(body)
+        asked, ignored = await off_loop(self._executor, size, request_validation.parse, body, kind, context.config.server.strict,
+                                        self._limits)
+        if structured_output.wanted(asked):
+            size = INLINE_BYTES + 1
+        return await off_loop(self._executor, size, understand, asked, ignored, context.family, context.model_names)
+
+    @abstractmethod
+    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+        """Everything that can be known before a worker is asked.  `stack` closes when the answer is out."""
+
+    async def _whole(self, turn: Turn) -> web.Response:
+        whole = self.whole(turn.options, turn.options.n * len(turn.parts))
+        async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+            async for delta in deltas:
+                whole.add(delta)
+        body = whole.body(turn.head, turn.usage())
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+    async def _stream(self, turn: Turn) -> web.StreamResponse:
+        chunks = self.chunks(turn.options, turn.head, turn.usage)
+        stream = EventStream(turn.http)
+        try:
+            async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+                async for delta in deltas:
+                    for chunk in chunks.of(delta):
+                        await stream.send(chunk)
+                for chunk in chunks.last():
+                    await stream.send(chunk)
+                return await stream.end()
+        except ClientGone:
+            turn.record.abort()
+            return stream.response
+        except Exception as error:
+            if not stream.begun:
+                raise
+            fault = error_responses.known(error, request_ids.logged(turn.http))
+            turn.record.fail(fault.code)
+            return await stream.fail(error_responses.envelope(fault))
+
+    def _deltas(self, turn: Turn) -> AsyncGenerator[Delta, None]:
+        """Of all parts, numbered through."""
+        streams = [self._part(turn, part, index * turn.options.n) for index, part in enumerate(turn.parts)]
+        return streams[0] if len(streams) == 1 else _merged(streams)
+
+    async def _part(self, turn: Turn, part: Part, first: int) -> AsyncGenerator[Delta, None]:
+        """Ends with the last choice; closing the pipeline stops those that only a stop string ended.
+
+        Of an answer that is sent whole all comes at its end: until then it may begin anew.
+        """
+        answers, kept = part.answers, list[Delta]()
+        async with aclosing(self._context.pipeline.run(part.request)) as events:
+            async for event in events:
+                index, message = event
+                if isinstance(message, Again):
+                    turn.images_needed()
+                    answers.begin()
+                    kept.clear()
+                    continue
+                if isinstance(message, Tokens):
+                    turn.images_read()
+                before = answers.generated
+                delta = answers.push((index, message))
+                if delta is not None:
+                    delta = replace(delta, index=first + index) if first else delta
+                    turn.record.tokens(delta.index, answers.generated - before)
+                    if delta.finish_reason:
+                        turn.record.finish(delta.index, delta.finish_reason)
+                    if part.request.whole:
+                        kept.append(delta)
+                    else:
+                        yield delta
+                if answers.cut_short:
+                    self._context.history.answered(part.request.id)
+                    break
+        assert answers.ended, "the pipeline ended before its last Done"
+        for count, delta in enumerate(kept):
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)      # a long answer with logprobs is half a second of work
+            yield delta
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The streams' items as they come.  Ends with the last stream, or by the first that fails."""
+    # A task group would cancel whoever reads here, in the middle of something else.
+    ready: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(1)
+
+    async def feed(stream: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    await ready.put(delta)
+        except Exception as error:
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    tasks = [asyncio.create_task(feed(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
+    """`work(*args)`, in a thread if its input of `size` bytes is so large that others would wait for the event loop."""
+    if size <= INLINE_BYTES:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+
+
+def limits_of(context: Context) -> Limits:
+    """What a body may hold."""
+    return Limits.of(context.family.context_max, context.config.media.file_bytes_max)
+
+
+def deadline_of(context: Context) -> float:
+    """loop.time() by which a request that comes now must be answered; 0: no limit."""
+    timeout_s = context.config.server.timeout_s
+    return asyncio.get_running_loop().time() + timeout_s if timeout_s else 0.0
+
+
+@asynccontextmanager
+async def until(deadline: float) -> AsyncIterator[None]:
+    """`deadline` in the loop's time, 0 for none.  Raises WorkerTimeout after it."""
+    try:
+        async with asyncio.timeout_at(deadline or None):
+            yield
+    except TimeoutError:
+        raise WorkerTimeout("The request was not finished within the server's time limit") from None

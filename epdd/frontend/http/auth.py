@@ -1,0 +1,107 @@
+"""API keys: who may use the API, and who shares caches with whom.
+
+Only hashes of keys are kept, and nothing of them is ever logged or handed to a worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from epdd.errors import ConfigError, Unauthorized
+from epdd.settings.config import Server
+
+# Probes of load balancers and service managers carry no key, and these pages say nothing but states.  The chat page
+# asks for the key itself; its files are the same in every installation.
+OPEN = frozenset(("/health", "/ready", "/ping", "/"))
+OPEN_BELOW = "/page/"
+
+
+class Keys:
+    """Without any key, everybody may use the API, whatever key they send."""
+
+    def __init__(self, server: Server) -> None:
+        """Raises ConfigError."""
+        self._secret = secrets.token_bytes(32)      # a worker must not find out a key by trying
+        self.load(server)
+
+    def load(self, server: Server) -> None:
+        """Take the keys of these settings and of their file as it is now, in place of the old ones.
+
+        Raises ConfigError; the old ones stay then.
+        """
+        self._hashes = [_hash(key) for key in _read(server)]
+        self._shared = server.share_caches
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._hashes)
+
+    def check(self, request: web.Request) -> None:
+        """Raises Unauthorized."""
+        if not self._hashes or request.path in OPEN or request.path.startswith(OPEN_BELOW):
+            return
+        scheme, sent = _sent(request)
+        # All are compared, and their hashes: the time taken says nothing of any key.
+        matches = [hmac.compare_digest(sent, known) for known in self._hashes]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized("This server needs an API key: send a valid one as Authorization: Bearer KEY")
+
+    def salt(self, request: web.Request, cache_salt: str) -> str:
+        """Requests share caches if this is equal: the same key and the same `cache_salt`.
+
+        32 letters in hex that tell nothing of either, other ones after a restart.  Empty without both, and with
+        server.share_caches the key does not count.
+        """
+        tenant = b"" if self._shared or not self._hashes else _sent(request)[1]
+        if not tenant and not cache_salt:
+            return ""
+        return hashlib.blake2b(tenant.ljust(32, b"\0") + cache_salt.encode(), key=self._secret,
+                               digest_size=16).hexdigest()
+
+    def middleware(self) -> Middleware:
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self.check(request)
+            return await handler(request)
+
+        return guard
+
+
+def _read(server: Server) -> list[str]:
+    """The keys of the settings and of their file: one a line, empty ones and comments (#) aside.
+
+    Raises ConfigError if the file cannot be read, holds no key, or a key could not be sent in a header.
+    """
+    keys = list(server.api_keys)
+    if server.api_keys_file:
+        where = f"server.api_keys_file: {server.api_keys_file}"
+        try:
+            lines = Path(server.api_keys_file).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{where}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}: not text") from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:       # an empty file must not open the API to everybody
+            raise ConfigError(f"{where}: holds no key")
+        keys += found
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ConfigError("an API key holds characters other than letters, digits and punctuation")
+    return keys
+
+
+def _sent(request: web.Request) -> tuple[str, bytes]:
+    """The scheme of a request's Authorization header and the hash of its key."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return scheme, _hash(key.strip())
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,118 @@
+"""Tool calls in an answer's text, in the form that Qwen models are trained on:
+
+    <tool_call>
+    {"name": "look", "arguments": {"at": 1}}
+    </tool_call>
+
+The grammar in `tool_schema.py` holds answers to the very bytes of this form, so they are cut by its marks alone.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass, field
+
+OPEN = "<tool_call>"
+HEAD = ('\n{"name": "', '", "arguments": ')     # before and after the function's name
+CLOSE = "}\n</tool_call>"                       # cannot lie in the arguments: JSON writes a line's end as \n
+BETWEEN = "\n"                                  # from one call to the next
+
+_HEAD = re.compile(re.escape(HEAD[0]) + r'([^"]*)' + re.escape(HEAD[1]))
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What some text adds to one call: its id and name once, at its beginning, then pieces of its arguments."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass
+class Parsed:
+    """What some text adds to an answer."""
+
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class CallParser:
+    """Cuts one answer's text as it comes.  However the text was cut before, the same answer comes out.
+
+    White space before a call is part of its form, so text ends only when something else follows.  A call that the
+    end of the answer cuts keeps what there is of its arguments; cut before them, it is text.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0          # that have begun
+        self._held = ""
+        self._step = self._text
+
+    @property
+    def inside(self) -> bool:
+        """The last call has not ended."""
+        return self._step != self._text
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        parsed = Parsed()
+        while self._step(parsed):
+            pass
+        return parsed
+
+    def end(self) -> Parsed:
+        """The rest, when the answer is over."""
+        parsed = Parsed()
+        if self._step == self._arguments:
+            self._argue(parsed, len(self._held))
+        elif self._step == self._head:
+            parsed.text = OPEN + self._held
+        elif not self.calls:
+            parsed.text = self._held
+        self._held = ""
+        return parsed
+
+    # Each step takes what it can from the held text and says whether another step follows.
+
+    def _text(self, parsed: Parsed) -> bool:
+        before, mark, after = self._held.partition(OPEN)
+        if mark:
+            parsed.text += before.rstrip()
+            self._held, self._step = after, self._head
+            return True
+        free = len(self._held[:len(self._held) - _begun(self._held, OPEN)].rstrip())
+        parsed.text += self._held[:free]
+        self._held = self._held[free:]
+        return False
+
+    def _head(self, parsed: Parsed) -> bool:
+        found = _HEAD.match(self._held)
+        if found is None:
+            return False
+        parsed.calls.append(CallDelta(self.calls, "", f"call_{uuid.uuid4().hex[:24]}", found[1]))
+        self.calls += 1
+        self._held, self._step = self._held[found.end():], self._arguments
+        return True
+
+    def _arguments(self, parsed: Parsed) -> bool:
+        at = self._held.find(CLOSE)
+        if at >= 0:
+            self._argue(parsed, at)
+            self._held, self._step = self._held[len(CLOSE):], self._text
+            return True
+        self._argue(parsed, len(self._held) - _begun(self._held, CLOSE))
+        return False
+
+    def _argue(self, parsed: Parsed, length: int) -> None:
+        if length:
+            parsed.calls.append(CallDelta(self.calls - 1, self._held[:length]))
+            self._held = self._held[length:]
+
+
+def _begun(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    sizes = range(min(len(mark) - 1, len(text)), -1, -1)
+    return next(size for size in sizes if mark.startswith(text[len(text) - size:]))

@@ -1,0 +1,213 @@
+"""A conversation to token ids, with every image's place and the context's limit.
+
+Text from the request must never become a control token (`<|im_end|>`, `<|image_pad|>`), yet harmless text
+must give the ids that transformers gives for the whole rendered prompt, merges across the border of
+template and user text included.  So the template is rendered with one character of every control token
+replaced in the request's strings by a stand-in that no JSON text can hold, a lone surrogate.  Control
+tokens found in the result are then the template's own; the runs between them get their characters back
+and are tokenised as plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from epdd.checkpoint import PromptFiles
+from epdd.dispatch.request import Image, Placed
+from epdd.errors import BadRequest, ContextLength
+from epdd.families import Family
+from epdd.frontend.requests.messages import Conversation
+from epdd.frontend.text.reasoning_parser import Thinking, think_tokens, thinking
+from epdd.frontend.text.template import Template
+from epdd.wire import Sampling
+
+_INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
+_MESSAGE_CHARS = 64         # of text whose tokenising takes as long as the template takes for one message or part
+_STEP_CHARS = 1 << 20       # searched for control tokens before other threads get their turn
+_STAND_INS = 0xDC00         # first lone low surrogate
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]           # placeholders expanded
+    spans: list[Placed] = field(default_factory=list)
+    param: str = "messages"     # what the request calls it
+    thinking: Thinking | None = None    # how its answer may think
+
+    def limit(self, sampling: Sampling, context_max: int) -> Sampling:
+        """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
+        room = context_max - len(self.tokens)
+        if room < 1:
+            raise _too_long(context_max, str(len(self.tokens)), self.param)
+        # A max_tokens beyond the context is a client's way to say "all there is".
+        most = min(sampling.max_tokens or room, room)
+        sampling = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        if self.thinking is None or not sampling.grammar:
+            return sampling
+        ids = self.thinking.tokens
+        return msgspec.structs.replace(sampling, think_end_id=ids.end,
+                                       think_start_id=-1 if self.thinking.begun else ids.start)
+
+    def cut(self, truncate: int, sampling: Sampling, context_max: int) -> Prompt:
+        """Its last `truncate` tokens; -1: as many as leave room for the answer, at least one; 0: all.
+
+        Raises BadRequest if that would cut an image away.
+        """
+        if truncate < 0:
+            truncate = max(1, context_max - (sampling.max_tokens or 1))
+        first = len(self.tokens) - truncate
+        if not truncate or first <= 0:
+            return self
+        if self.spans and self.spans[0].start <= first:     # the token before it begins the image
+            raise BadRequest("truncate_prompt_tokens would cut an image away", param="truncate_prompt_tokens")
+        spans = [Placed(start=span.start - first, image=span.image) for span in self.spans]
+        return replace(self, tokens=self.tokens[first:], spans=spans)
+
+
+class PromptMaker:
+    """Makes prompts by a checkpoint's tokenizer and chat template."""
+
+    def __init__(self, family: Family, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
+        """`reasoning`: tell a thinking model's reasoning from its answer."""
+        self.tokenizer = files.tokenizer
+        self._image = family.image_token_id
+        self._executor = executor
+        controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
+                    if added.special or token in _family_ids(family)}
+        self._controls = controls
+        # Longest first: of two tokens that start at the same place, tokenizers take the longer.
+        longest = sorted(controls, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
+        self._split_plain = re.compile("(" + "|".join(
+            re.escape(content) for content in longest if controls[content] != self._image) + ")")
+        marked = sorted({"|" if "|" in content else content[0] for content in controls})
+        self._stand_ins = [(char, chr(_STAND_INS + index)) for index, char in enumerate(marked)]
+        self._chars_max = _longest_token(self.tokenizer)
+        text = {token: content for content, token in controls.items()}
+        self._template = Template(files.template, "".join(text[token] for token in _family_ids(family)))
+        self._think_tokens = think_tokens(self.tokenizer, files.template.source) if reasoning else None
+
+    async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
+        """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""
+        if _small(conversation):
+            return self._made(conversation, images, context_max)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._made, conversation, images, context_max)
+
+    def _made(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
+        text = self._template.render(conversation, self._shielded)
+        self._check(text, context_max, "messages")
+        return self._tokenise(text, images, context_max)
+
+    async def plain(self, text: str, context_max: int, all_chars: int = 0) -> Prompt:
+        """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
+        their placeholders stay text.  `all_chars`: of all the request's prompts.  Raises ContextLength."""
+        self._check(text, context_max, "prompt")
+        if max(len(text), all_chars) < _INLINE_CHARS:
+            return self._tokenise_plain(text, context_max)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._tokenise_plain, text, context_max)
+
+    def _check(self, text: str, context_max: int, param: str) -> None:
+        # One token holds so many characters at most: far too long a text is not worth the tokenising.
+        least = len(text) // self._chars_max
+        if least > context_max:
+            raise _too_long(context_max, f"at least {least}", param)
+
+    def _tokenise(self, text: str, images: Sequence[Image], context_max: int) -> Prompt:
+        pieces = self._pieces(self._split, text, context_max, "messages")
+        controls = [self._controls[piece] for piece in pieces[1::2]]
+        if controls.count(self._image) != len(images):
+            raise BadRequest("The model's chat template cannot show every image of these messages; "
+                             "images belong into user messages", param="messages")
+        # Of the encoding calls, the batch ones let other threads run meanwhile.
+        runs = self.tokenizer.encode_batch_fast([self._restored(run) for run in pieces[::2]],
+                                                add_special_tokens=False)
+        tokens: list[int] = list(runs[0].ids)
+        spans: list[Placed] = []
+        for token, run in zip(controls, runs[1:]):
+            if token == self._image:
+                spans.append(Placed(start=len(tokens), image=len(spans)))
+                tokens += [token] * images[spans[-1].image].rows
+            else:
+                tokens.append(token)
+            tokens += run.ids
+        return Prompt(tokens, spans, thinking=thinking(self._think_tokens, text))
+
+    def _pieces(self, split: re.Pattern[str], text: str, context_max: int, param: str) -> list[str]:
+        """Run, control, run, control, ..., run.  In steps: a search holds the interpreter, and a long text at once
+        would stop the event loop."""
+        pieces, begun, at = list[str](), 0, 0
+        while at < len(text):
+            stop = at + _STEP_CHARS
+            # Far enough that a token which begins within the step is not seen as a shorter one.
+            found = split.search(text, at, stop + self._chars_max)
+            if found is None or found.start() >= stop:
+                at = stop
+                continue
+            pieces += text[begun:found.start()], found[0]
+            begun = at = found.end()
+            if len(pieces) > 2 * context_max:
+                raise _too_long(context_max, f"at least {len(pieces) // 2}", param)
+        return [*pieces, text[begun:]]
+
+    def _tokenise_plain(self, text: str, context_max: int) -> Prompt:
+        pieces = self._pieces(self._split_plain, text, context_max, "prompt")
+        runs = self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
+        tokens: list[int] = list(runs[0].ids)
+        for piece, run in zip(pieces[1::2], runs[1:]):
+            tokens.append(self._controls[piece])
+            tokens += run.ids
+        return Prompt(tokens, param="prompt")
+
+    def _shielded(self, value: Any) -> Any:
+        """`value` (text, or JSON holding text) with the stand-ins in every string, keys included."""
+        if isinstance(value, str):
+            for char, stand_in in self._stand_ins:      # str.translate takes twenty times as long
+                value = value.replace(char, stand_in)
+            return value
+        if isinstance(value, dict):
+            return {self._shielded(key): self._shielded(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._shielded(item) for item in value]
+        return value
+
+    def _restored(self, run: str) -> str:
+        for char, stand_in in self._stand_ins:
+            run = run.replace(stand_in, char)
+        return run
+
+
+def _small(conversation: Conversation) -> bool:
+    """Whether rendering and tokenising it takes a few milliseconds at most."""
+    chars = 0
+    for message in conversation.messages:
+        if message.fields:      # may hold anything
+            return False
+        parts = (message.content,) if isinstance(message.content, str) else message.content
+        chars += _MESSAGE_CHARS * (1 + len(parts)) + sum(len(part) for part in parts if isinstance(part, str))
+        if chars > _INLINE_CHARS:
+            return False
+    return not conversation.tools
+
+
+def _family_ids(family: Family) -> tuple[int, int, int]:
+    return family.vision_start_id, family.image_token_id, family.vision_end_id
+
+
+def _longest_token(vocabulary: Tokenizer) -> int:
+    """Characters of the longest token.  By id: get_vocab() would build a dict of the whole vocabulary."""
+    return max(len(vocabulary.id_to_token(token) or "") for token in range(vocabulary.get_vocab_size()))
+
+
+def _too_long(context_max: int, have: str, param: str) -> ContextLength:
+    return ContextLength(f"This model's maximum context length is {context_max} tokens. However, your {param} resulted "
+                         f"in {have} tokens. Please reduce the length of the {param}.", param=param)

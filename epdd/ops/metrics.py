@@ -1,0 +1,202 @@
+"""What happened to requests: counts, recent latencies and rates.  Fed by the endpoints, read by status and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from epdd.errors import CapacityError, EpddError, RequestError
+from epdd.ops.request_log import RequestLog
+
+_WINDOW = 1024          # recent requests that percentiles are of
+_RATE_S = 10            # seconds that rates are averaged over
+_CLIENT_LEFT = 499      # in the request log, as nginx has it: there was no answer
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+
+
+class Window:
+    """Percentiles of the last values."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_WINDOW)
+        self._count = 0
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self._count += 1
+        self._sum += value
+
+    def snapshot(self) -> dict[str, float]:
+        """`count` and `sum` are of all values ever, for means between two looks; zeros before the first."""
+        ordered = sorted(self._values) or [0.0]
+        last = len(ordered) - 1
+        return {**{f"p{share}": ordered[round(last * share / 100)] for share in (50, 90, 99)}, "count": self._count,
+                "sum": self._sum}
+
+
+class Rate:
+    """Events a second over the last whole seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._born = int(clock())
+        self._seconds: deque[list[int]] = deque(maxlen=_RATE_S + 1)     # [second, events]
+
+    def add(self, events: int) -> None:
+        now = int(self._clock())
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append([now, 0])
+        self._seconds[-1][1] += events
+
+    def value(self) -> float:
+        """The second that is running now does not count yet."""
+        now = int(self._clock())
+        span = min(_RATE_S, now - self._born)
+        return sum(n for second, n in self._seconds if now - span <= second < now) / span if span else 0.0
+
+
+class RequestStats:
+    """All requests since start.
+
+    accepted: admission let them in.  Each then ends as completed, rejected (the client's fault, or no room),
+    failed (ours or a worker's fault, also in mid-stream) or aborted (the client left).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, request_log: RequestLog | None = None) -> None:
+        self.clock = clock
+        self.request_log = request_log
+        self.running = 0
+        self.counts: Counter[str] = Counter()       # accepted, completed, rejected, failed, aborted
+        self.statuses: Counter[int] = Counter()     # HTTP answers of every endpoint
+        self.errors: Counter[str] = Counter()       # code of the error, in mid-stream too
+        self.gauges: dict[str, Callable[[], float]] = {}    # bytes held by the front end, by what for
+        self.prompt_tokens = self.generated_tokens = self.images = self.ignored_fields = 0
+        self.latency = Window()
+        self.ttft = Window()
+        self.token_rate = Rate(clock)
+        self.image_rate = Rate(clock)
+        self.registry = CollectorRegistry()
+        self.latency_histogram = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", _SECONDS)
+        self.ttft_histogram = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _SECONDS)
+        self.gap_histogram = self._histogram(
+            "inter_token_latency_seconds", "Seconds between two tokens of one answer.", _TOKEN_SECONDS)
+
+    @contextmanager
+    def request(self, name: str = "", client_name: str = "") -> Iterator[Record]:
+        """Counts one request; how the block ends says how the request did.  Names are for the request log."""
+        record = Record(self, name, client_name)
+        self.running += 1
+        try:
+            yield record
+        except (CapacityError, RequestError) as error:
+            record.outcome, record.status, record.code = "rejected", error.status, error.code
+            raise
+        except asyncio.CancelledError:
+            record.abort()
+            raise
+        except Exception as error:
+            known = error if isinstance(error, EpddError) else EpddError("")
+            record.outcome, record.status, record.code = "failed", known.status, known.code
+            raise
+        finally:
+            if self.request_log is not None:
+                self.request_log.write(record.line())
+            self.running -= 1
+            self.counts[record.outcome] += 1
+            if record.outcome == "completed":
+                self.latency.add(record.age())
+                self.latency_histogram.observe(record.age())
+
+    def snapshot(self) -> dict[str, Any]:
+        """The "requests" part of the daemon's status."""
+        return {
+            "running": self.running,
+            **{name: self.counts[name] for name in ("accepted", "completed", "failed", "rejected", "aborted")},
+            "latency_s": self.latency.snapshot(),
+            "ttft_s": self.ttft.snapshot(),
+            "tokens_per_s": self.token_rate.value(),
+            "images_per_s": self.image_rate.value(),
+        }
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"epdd_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class Record:
+    """One request, as it goes."""
+
+    def __init__(self, stats: RequestStats, name: str = "", client_name: str = "") -> None:
+        self._stats = stats
+        self._names = name, client_name
+        self.arrived = stats.clock()
+        self._last: dict[int, float] = {}       # choice -> when its last tokens came
+        self._ttft: float | None = None
+        self._prompt_tokens = self._images = self._answer_tokens = 0
+        self._reasons: dict[int, str] = {}      # choice -> why it ended
+        self.model = ""                         # as the request calls it
+        self.outcome = "completed"
+        self.status = 200                       # that the client was sent
+        self.code = ""                          # of the error
+
+    def age(self) -> float:
+        """Seconds since arrival."""
+        return self._stats.clock() - self.arrived
+
+    def accept(self) -> None:
+        self._stats.counts["accepted"] += 1
+
+    def prompt(self, tokens: int, images: int, ignored_fields: int) -> None:
+        self._prompt_tokens, self._images = tokens, images
+        self._stats.prompt_tokens += tokens
+        self._stats.images += images
+        self._stats.image_rate.add(images)
+        self._stats.ignored_fields += ignored_fields
+
+    def tokens(self, choice: int, count: int) -> None:
+        """`count` tokens of a choice came together."""
+        if not count:
+            return
+        stats, now = self._stats, self._stats.clock()
+        self._answer_tokens += count
+        stats.generated_tokens += count
+        stats.token_rate.add(count)
+        if not self._last:
+            self._ttft = self.age()
+            stats.ttft.add(self._ttft)
+            stats.ttft_histogram.observe(self._ttft)
+        elif choice in self._last:
+            stats.gap_histogram.observe((now - self._last[choice]) / count)
+        self._last[choice] = now
+
+    def fail(self, code: str) -> None:
+        """The answer broke, by an error of this code, after its header was sent."""
+        self.outcome, self.code = "failed", code
+        self._stats.errors[code] += 1
+
+    def abort(self) -> None:
+        """The client left."""
+        self.outcome, self.status = "aborted", _CLIENT_LEFT
+
+    def finish(self, choice: int, reason: str) -> None:
+        """A choice ended, as its finish_reason says."""
+        self._reasons[choice] = reason
+
+    def line(self) -> dict[str, Any]:
+        """For the request log."""
+        name, client_name = self._names
+        return {"time": time.time(), "id": name, "client_id": client_name, "model": self.model,
+                "outcome": self.outcome, "status": self.status, "error": self.code or None,
+                "prompt_tokens": self._prompt_tokens, "images": self._images, "answer_tokens": self._answer_tokens,
+                "finish_reasons": [reason for _, reason in sorted(self._reasons.items())],
+                "ttft_s": self._ttft and round(self._ttft, 6), "duration_s": round(self.age(), 6)}

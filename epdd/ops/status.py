@@ -1,0 +1,178 @@
+"""The snapshot of the whole daemon: what epdctl, /health and /metrics show.  Reads, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from epdd import __version__
+from epdd.dispatch.admission import Admission
+from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.routing.replicas import CPU, GPU
+from epdd.families import Family
+from epdd.fleet.placement_watcher import Seating
+from epdd.fleet.process import resident_bytes
+from epdd.fleet.supervisor import Supervisor
+from epdd.fleet.worker import State, Worker
+from epdd.frontend.context import States
+from epdd.hardware import binding
+from epdd.hardware.topology import ranges
+from epdd.ops.metrics import RequestStats
+from epdd.settings.config import Config
+
+
+class Status:
+    """Knows where each number lives."""
+
+    def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, seating: Seating,
+                 leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats,
+                 emulated: dict[str, Any] | None = None) -> None:
+        self._config = config
+        self._family = family
+        self._model_name = model_name
+        self._supervisor = supervisor
+        self._seating = seating
+        self._leases = leases
+        self._encoding = encoding
+        self._admission = admission
+        self._stats = stats
+        self._emulated = emulated
+        self._started = time.monotonic()
+        self._key: tuple[Any, ...] = ()         # what `_states` was made from
+        self._states = States("starting", ())
+        self.port = config.server.port      # the real one once the listener is up
+
+    def state(self) -> tuple[str, list[str]]:
+        """"starting", "ready", "degraded", "draining" or "failed", and why it is not "ready"."""
+        workers = self._supervisor.workers
+        why = [_why(worker) for worker in workers if worker.state is not State.READY]
+        if self._seating.error:
+            why.append(f"workers stay where they were placed: {self._seating.error}")
+        if self._admission.draining:
+            return "draining", why
+        roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
+        # Without encoders text is served still.  What could serve once is not ended: an operator may resume it.
+        lost = [role for role in roles if all(worker.state is State.FAILED for worker in role)]
+        if any(role is roles[1] or not any(worker.was_ready for worker in role) for role in lost):
+            return "failed", why
+        if all(any(worker.takes_work for worker in role) for role in roles):
+            return ("ready", why) if not why else ("degraded", why)
+        return ("degraded" if all(any(worker.was_ready for worker in role) for role in roles) else "starting"), why
+
+    def states(self) -> States:
+        """For probes, which anybody may send at any rate: nothing is read from the system, and nothing made twice."""
+        key = (self._admission.draining, bool(self._seating.error),
+               *((worker, worker.state, worker.was_ready) for worker in self._supervisor.workers))
+        if key != self._key:
+            self._key = key
+            self._states = States(self.state()[0], tuple(
+                (worker.name, worker.role, worker.state.value.lower()) for worker in self._supervisor.workers))
+        return self._states
+
+    def line(self, state: str, why: list[str]) -> str:
+        """One line for systemd's status: how many workers serve, what runs, what is wrong."""
+        parts = []
+        for role, noun in (("encoder", "encoders"), ("pd", "PD")):
+            workers = self._supervisor.role(role)
+            parts.append(f"{sum(worker.takes_work for worker in workers)}/{len(workers)} {noun}")
+        text = f"{state}: {', '.join(parts)}; {self._admission.inside} requests running"
+        return f"{text}; {why[0]}" if why else text
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything `epdctl status --json` prints."""
+        state, why = self.state()
+        return {
+            "version": __version__, "pid": os.getpid(), "state": state, "why": why,
+            "uptime_s": time.monotonic() - self._started, "rss_bytes": resident_bytes(os.getpid()),
+            "model": {"name": self._model_name, "path": self._family.folder, "type": self._family.model_type,
+                      "context_max": self._admission.context_max()},
+            "emulated": self._emulated,     # null: the devices are real
+            "listen": {"host": self._config.server.host, "port": self.port},
+            "workers": [self._worker(worker) for worker in self._supervisor.workers],
+            "placement": {"changes": self._seating.changes, "error": self._seating.error},
+            "router": self.router(), "arena": self._arena(), "cache": self._cache(),
+            "transport": {"pairs": self._encoding.transport.pairs(), "pools": self._encoding.transport.pools()},
+            "poison": asdict(self._encoding.poison.counts) | {"entries": self._encoding.poison.entries},
+            "requests": self._stats.snapshot() | {"running": self._admission.inside},
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        ready = worker.ready
+        lane = self._encoding.router.pools.lanes.get(worker.name)
+        held = lane.held if lane else []
+        pid = worker.process.pid if worker.process and ready else None
+        # As the kernel has it now; what the worker read back at its start may be history.
+        cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
+        policy, nodes = binding.policy(binding.folder(pid)) if pid else ("", set())
+        return {
+            "name": worker.name, "role": worker.role, "device": worker.spec.device, "state": worker.state.value,
+            "pid": worker.process.pid if worker.process else None,
+            "cpus": cpus or None, "numa_node": worker.spec.numa_node,
+            "mem_nodes": list(binding.memory_nodes(binding.folder(pid))) if pid else None,
+            "mem_policy": f"{policy}:{ranges(nodes)}" if nodes else policy or None,
+            "threads": ready.binding.threads if ready else worker.spec.threads,
+            "warning": "; ".join(filter(None, (ready.binding.warning, ready.warning))) if ready else "",
+            "stage": worker.loading.stage if worker.state is State.STARTING else None,
+            "progress": worker.loading.done if worker.state is State.STARTING else None,
+            "restarts": worker.restarts, "in_flight": worker.in_flight, "in_flight_cost": worker.in_flight_cost,
+            "done": worker.done, "failed": worker.failed, "rate_per_s": worker.rate.value(),
+            **self._pace(worker),
+            "oldest_s": time.monotonic() - held[0].started if held else None,
+            "rss_bytes": resident_bytes(worker.process.pid) if worker.process else None,
+            "dtype": ready.dtype if ready else None, "abilities": list(ready.abilities) if ready else None,
+            "parameters": ready.parameters if ready else None,
+            "backend": (ready.backend or None) if ready else None,
+            "trials": [msgspec.to_builtins(trial) for trial in ready.trials] if ready else None,
+            "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
+            "kv_cached": worker.beat.kv_cached if worker.role == "pd" else None,
+            "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,
+            "running": worker.beat.running, "waiting": worker.beat.waiting, "preempted": worker.beat.preempted,
+            "last_error": worker.last_error,
+        }
+
+    def _pace(self, worker: Worker) -> dict[str, Any]:
+        if worker.role != "encoder":
+            return {"share": None, "slowness": None, "slow": False}
+        encoding = self._encoding
+        return {"share": encoding.share(worker), "slowness": encoding.model(worker).correction,
+                "slow": encoding.slow(worker)}
+
+    def router(self) -> dict[str, Any]:
+        """The router's settings in force, and the numbers that it decides by."""
+        router = self._encoding.router
+        pools, source = router.pools, self._encoding.ratio_source
+        budget = router.budget(router.waiting)
+        return asdict(self._encoding.settings) | {
+            "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
+            "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
+            "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],
+            "n_cpu": pools.count[CPU], "n_gpu": pools.count[GPU],
+            # Without GPUs the budget is unbounded, which JSON cannot say.
+            "budget_cpu": None if budget == float("inf") else budget,
+            "queue_jobs": len(router.queue), "queue_cost": router.waiting,
+            "oldest_s": max((time.monotonic() - job.queued for job in router.queue), default=0.0),
+        }
+
+    def _arena(self) -> dict[str, Any]:
+        used, cached = self._leases.used_bytes, self._leases.cached_bytes
+        encoders = [worker.ready for worker in self._supervisor.role("encoder") if worker.ready]
+        return {"bytes": self._leases.size, "huge_bytes": sum(ready.arena_huge_bytes for ready in encoders),
+                "used_bytes": used, "cached_bytes": cached, "pinned_bytes": used - cached,
+                "leases": self._leases.entries, "waiting": self._leases.waiting}
+
+    def _cache(self) -> dict[str, Any]:
+        counts = self._leases.counts
+        return {"entries": self._leases.idle_entries, "bytes": self._leases.cached_bytes,
+                "limit_bytes": self._leases.cache_limit, "hits": counts.hits, "misses": counts.misses,
+                "joined": counts.joined, "evictions": counts.evictions}
+
+
+def _why(worker: Worker) -> str:
+    """Why it is not READY; a worker in rotation or out of it by an operator's word has no error of now."""
+    error = worker.fault or ("" if worker.state is State.DRAINING else worker.last_error)
+    return f"{worker.name} {worker.state.value}{': ' if error else ''}{error}"

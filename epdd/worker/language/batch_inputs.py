@@ -1,0 +1,153 @@
+"""What a step feeds the text model: positions, and images' rows in place of their placeholders.
+
+Functions of a batch; a chunk may begin or end inside an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from epdd import wire
+from epdd.worker.language.sampling.sampler import Sampler
+from epdd.worker.language.scheduler import Batch, Sequence
+
+
+class Image(Protocol):
+    """An image's embeddings: they take the places [start, end) of the prompt."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    def take(self, low: int, high: int) -> torch.Tensor:
+        """Its rows [low, high), as [planes, rows, hidden]."""
+
+    def kept(self) -> Image:
+        """The same in memory of our own."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An image's embeddings in the host's memory."""
+
+    start: int
+    planes: torch.Tensor        # [planes, rows, hidden]
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.planes.shape[1])
+
+    def take(self, low: int, high: int) -> torch.Tensor:
+        return self.planes[:, low:high]
+
+    def kept(self) -> Rows:
+        return Rows(self.start, self.planes.clone())
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Sequence):
+    """A sequence with what the model needs to compute and continue it."""
+
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    max_tokens: int
+    positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
+    delta: int                          # position of an answer's token less its index
+    images: list[Image] = field(default_factory=list)
+    content: tuple[int, ...] = ()       # what the prompt is to the prefix cache; (): nothing
+    proven: int = 0                     # tokens in its memory from which finite logits came
+    cached: int = 0                     # tokens found at its beginning
+    leases_until: int = 0               # tokens to compute before no lease is read any more
+    prefilled: bool = False
+
+    @property
+    def items(self) -> list[int]:
+        """What prompt and answer so far are to the prefix cache."""
+        return [*self.content, *self.tokens[self.prompt:]] if self.content else []
+
+
+def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> tuple[int, ...]:
+    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
+
+    The other placeholders follow from it, and so do the positions of all that comes after.  With a salt the first item
+    is another number, so that only prompts of the same salt begin alike.
+    """
+    items = list(tokens)
+    for span in spans:
+        name = hashlib.blake2b(f"{span.digest} {span.grid}".encode(), digest_size=20).digest()
+        items[span.start] = int.from_bytes(b"\1" + name)   # larger than any token id
+    if salt:
+        name = hashlib.blake2b(f"{salt} {items[0]}".encode(), digest_size=20).digest()
+        items[0] = int.from_bytes(b"\2" + name)
+    return tuple(items)
+
+
+def ids(batch: Batch[Request]) -> list[int]:
+    """The token of each row."""
+    return [token for request, count in batch.chunks
+            for token in request.tokens[request.computed:request.computed + count]]
+
+
+def wanted(batch: Batch[Request]) -> list[int]:
+    """Rows of the batch that a token follows which nobody knows yet."""
+    rows, end = [], 0
+    for request, count in batch.chunks:
+        end += count
+        if request.pending == count:
+            rows.append(end - 1)
+    return rows
+
+
+def positions(batch: Batch[Request]) -> torch.Tensor:
+    """Temporal, vertical and horizontal position of each row, [3, T]."""
+    pieces: list[torch.Tensor] = []
+    single: list[int] = []
+    for request, count in batch.chunks:
+        start, end = request.computed, request.computed + count
+        if count == 1 and start >= request.prompt:
+            single.append(start + request.delta)
+            continue
+        if single:      # a run of decode tokens ends
+            pieces.append(torch.tensor(single).expand(3, -1))
+            single = []
+        if request.positions is not None and start < request.prompt:
+            pieces.append(request.positions[:, start:end])
+            start = min(end, request.prompt)
+        if start < end:
+            pieces.append(torch.arange(start + request.delta, end + request.delta).expand(3, -1))
+    if single:
+        pieces.append(torch.tensor(single).expand(3, -1))
+    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+
+def pieces(batch: Batch[Request]) -> Iterator[tuple[int, Image, int, int]]:
+    """(row of the batch, image, low, high) of each image's rows [low, high) that are among the batch's."""
+    row = 0
+    for request, count in batch.chunks:
+        start, end = request.computed, request.computed + count
+        for image in request.images:
+            low, high = max(start, image.start), min(end, image.end)
+            if low < high:
+                yield row + low - start, image, low - image.start, high - image.start
+        row += count
+
+
+def splice(batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
+    """Write images' rows into `embeds` [T, hidden]; the text model's arguments for their deepstack planes."""
+    deep: list[torch.Tensor] = []
+    mask = torch.zeros(len(embeds), dtype=torch.bool)
+    for row, image, low, high in pieces(batch):
+        part = image.take(low, high).to(embeds.dtype)
+        embeds[row:row + high - low] = part[0]
+        mask[row:row + high - low] = True
+        deep.append(part[1:])
+    if not deep or not len(deep[0]):
+        return {}
+    return {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(torch.cat(deep, 1))}

@@ -1,0 +1,234 @@
+"""The encoder role: image files in, embeddings written into leases.
+
+Holds only vision weights.  How they are computed with is a matter of `tower` and `backends`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from epdd import families, wire
+from epdd.arena import Mapping
+from epdd.errors import ProtocolError, WorkerFailed
+from epdd.worker.bootstrap import name_thread
+from epdd.worker.process.loop import Send, failed
+from epdd.worker.vision import backends, decode_image, preprocess
+from epdd.worker.vision.backends import choice, remembered
+from epdd.worker.vision.grids import Grid
+from epdd.worker.vision.tower import Tower
+from epdd.worker.weights import load
+
+# Together with others, small images fill the matrix products better: 1.2 times at 196 patches an image,
+# 1.01 times at 784, so images beyond this many patches run alone.
+BATCH_PATCHES_MAX = 1024
+WARM_UP_S = 8.0                 # a size is not timed if it would likely end after this
+WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
+# After a larger image than this the C library gives freed memory back to the system: it would keep the largest that
+# each thread ever had.  Setting its thresholds instead would slow torch's own allocations down.
+TRIM_PIXELS_MIN = 4_000_000
+LIBC = ctypes.CDLL(None)        # its calls let go of the interpreter lock
+CHOICE_SHARE = 0.4              # of the warm-up's progress: choosing the backend
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image with its reply's address, being decoded and cut into patches by the helper thread."""
+
+    message: wire.Encode
+    patches: Future[Any]
+
+
+class Encoder:
+    """The role: one step encodes one large image or a few small ones."""
+
+    batch_patches = BATCH_PATCHES_MAX
+
+    def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send) -> None:
+        """Loads the weights.  Raises StartupError."""
+        if arena is None:
+            raise WorkerFailed("an encoder needs the arena")
+        self._arena, self._send, self._spec = arena, send, spec
+        self._family = families.load(spec.model)
+        self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._family)
+        self._run: backends.Run = self.tower
+        self._waiting: deque[Job] = deque()
+        # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
+        self._helper = ThreadPoolExecutor(1, initializer=name_thread, initargs=("preprocess",))
+        self._steps = 0
+
+    def submit(self, message: wire.ToWorker, raw: bytes) -> None:
+        """Queue an image, or answer Failed if it cannot fit.  Raises ProtocolError on another role's work."""
+        if not isinstance(message, wire.Encode):
+            raise ProtocolError(f"an encoder cannot do {type(message).__name__}")
+        try:
+            self._check(message)
+        except WorkerFailed as error:
+            self._send(failed(message.id, error))
+            return
+        self._waiting.append(Job(message, self._helper.submit(self._decode, raw, message)))
+
+    def cancel(self, work_id: str) -> None:
+        """Drop an image that waits; one that is done has been answered already."""
+        for job in self._waiting:
+            if job.message.id == work_id:
+                job.patches.cancel()
+                self._waiting.remove(job)
+                self._send(wire.Cancelled(work_id))
+                return
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def beat(self) -> wire.Beat:
+        return wire.Beat(steps=self._steps, waiting=len(self._waiting))
+
+    def step(self) -> None:
+        """Encode the next image, and small ones behind it, and answer each."""
+        start = time.monotonic()
+        batch: list[tuple[Job, Any]] = []
+        total = 0
+        while self._waiting:
+            size = math.prod(self._waiting[0].message.grid)
+            if batch and total + size > self.batch_patches:
+                break
+            job = self._waiting.popleft()
+            try:
+                batch.append((job, job.patches.result()))
+                total += size
+            except Exception as error:
+                self._send(failed(job.message.id, error))
+        if batch:
+            self._encode(batch, start)
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        """Choose the backend, then time a few image sizes: what the daemon's time model starts from.
+
+        The first run is not counted.
+        """
+        chosen = self._choose(lambda done: progress(CHOICE_SHARE * done))
+        self._run = chosen.run
+        samples: list[tuple[int, float]] = []
+        factor, patches_max = self._family.merge, self._family.rows_max * self._family.merge ** 2
+        begin = time.monotonic()
+        for i, wanted in enumerate(WARM_UP_PATCHES):
+            side = max(1, math.isqrt(min(wanted, patches_max)) // factor) * factor
+            n = side * side
+            if samples:
+                # Cost grows a little faster than the patches, as attention's share does.
+                expected = samples[-1][1] * 1.3 * n / samples[-1][0]
+                if n <= samples[-1][0] or time.monotonic() - begin + expected > WARM_UP_S:
+                    break
+            for _ in range(2 if not samples else 1):
+                start = time.monotonic()
+                self.embed([self._blank(side)], [(1, side, side)])
+                self._wait()
+                seconds = time.monotonic() - start
+            samples.append((n, seconds))
+            progress(CHOICE_SHARE + (1 - CHOICE_SHARE) * (i + 1) / len(WARM_UP_PATCHES))
+        return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
+                          samples=tuple(samples), parameters=self.tower.parameters,
+                          backend=chosen.name, trials=chosen.trials)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the embeddings."""
+        return self.tower.dtype
+
+    def _decode(self, raw: bytes, message: wire.Encode) -> Any:
+        """What `embed` takes of an image file, in the helper thread.  Raises MediaError."""
+        try:
+            return self._prepare(decode_image.decode(raw, message.size, message.orientation), message.grid)
+        finally:
+            if math.prod(message.size) >= TRIM_PIXELS_MIN:
+                LIBC.malloc_trim(0)
+
+    def _prepare(self, pixels: decode_image.Pixels, grid: Grid) -> Any:
+        """The same of its pixels."""
+        return preprocess.patches(pixels, self._family, grid)
+
+    def _blank(self, side: int) -> Any:
+        """The same of a black image of `side` patches a side."""
+        return np.zeros((side * side, 3 * self._family.patch ** 2), np.uint8)
+
+    def _wait(self) -> None:
+        """Until all that was begun is done: at once on a CPU."""
+
+    def embed(self, images: list[Any], grids: list[Grid]) -> backends.Planes:
+        """Planes [rows, hidden] of all images, one after another, from their patches."""
+        stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images))
+        return self._run(stacked.to(self.tower.device), grids)
+
+    def _choose(self, progress: Callable[[float], None]) -> choice.Choice:
+        ways = choice.candidates(self.tower.device, self._spec.quantize)
+        missing = {way.name: lacking for way in ways if (lacking := way.missing(self.tower))}
+        facts = remembered.facts(self._spec, load.dtype_name(self.dtype), [way.name for way in ways], missing)
+        return choice.choose(self.tower, ways, remembered.Memory(remembered.folder(), facts), progress)
+
+    def _check(self, message: wire.Encode) -> None:
+        rows = self._family.rows(message.grid)
+        if rows != message.rows:
+            raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
+        self._check_lease(message.lease)
+        need = self._family.embedding_bytes(rows, load.dtype_name(self.dtype))
+        if need > message.lease.size:
+            raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {need}")
+
+    def _check_lease(self, lease: wire.Lease) -> None:
+        """Raises WorkerFailed where it lies outside."""
+        self._arena.view(lease)
+
+    def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
+        problem = self._attempt(batch, start)
+        if problem is not None and len(batch) == 1:
+            self._send(failed(batch[0][0].message.id, problem))
+        elif problem is not None:
+            for item in batch:      # the innocent must not fail with the culprit
+                self._encode([item], time.monotonic())
+
+    def _attempt(self, batch: list[tuple[Job, Any]], start: float) -> Exception | None:
+        """Encode a batch and answer, or none of it, and what was wrong."""
+        messages = [job.message for job, _ in batch]
+        try:
+            planes = self.embed([image for _, image in batch], [message.grid for message in messages])
+            written, first = [], 0
+            for message in messages:
+                written.append(self._write(message, [plane[first:first + message.rows] for plane in planes]))
+                first += message.rows
+            self._wait()
+        except Exception as error:
+            return error
+        # Each image is told its share of the step: the daemon's time models are per image.
+        per_patch = (time.monotonic() - start) / sum(math.prod(message.grid) for message in messages)
+        for message, size in zip(messages, written):
+            self._steps += 1
+            self._send(wire.Encoded(message.id, rows=message.rows, bytes=size, dtype=load.dtype_name(self.dtype),
+                                    seconds=per_patch * math.prod(message.grid)))
+        return None
+
+    def _write(self, message: wire.Encode, planes: backends.Planes) -> int:
+        """Each plane's rows, copied to their place in the lease; the number of bytes."""
+        shape = self._shape(message, planes)
+        view = self._arena.view(message.lease)
+        # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
+        target = torch.frombuffer(view, dtype=self.dtype, count=math.prod(shape)).view(shape)
+        for place, plane in zip(target, planes):
+            place.copy_(plane)
+        return int(target.nbytes)
+
+    def _shape(self, message: wire.Encode, planes: backends.Planes) -> tuple[int, int, int]:
+        """[planes, rows, hidden].  Raises WorkerFailed where the tower made something else."""
+        shape = (self._family.planes, message.rows, self._family.hidden)
+        if len(planes) != shape[0] or any(plane.shape != shape[1:] for plane in planes):
+            raise WorkerFailed(f"the tower made {[tuple(plane.shape) for plane in planes]}, not {message.rows} rows")
+        return shape

@@ -1,0 +1,225 @@
+"""Clients that say nothing, or too slowly, or too little: they are ended, and nobody else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from epdd.frontend.http import descriptors
+from epdd.frontend.http.body import SLOW, Bodies
+
+from tests.frontend.house import House, hosted, settle
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+GET = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Client:
+    """A connection that says what it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def come(cls, house: House, data: bytes = b"") -> Client:
+        client = cls(*await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2])))
+        client.writer.write(data)
+        return client
+
+    async def answer(self) -> bytes:
+        """One answer, whole."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n")
+                      if line.startswith(b"content-length"))
+        return head + await self.reader.readexactly(length)
+
+    async def rest(self) -> bytes:
+        """All up to the closing, which is rude where more was sent than read: then read() would forget what came."""
+        told = b""
+        try:
+            while more := await self.reader.read(1 << 16):
+                told += more
+        except ConnectionError:
+            pass
+        return told
+
+
+def code(answer: bytes) -> str:
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+@hosted(server={"body_timeout_s": 5})      # in which all of them come, on a busy machine too
+async def test_a_body_that_stops(house: House) -> None:
+    """It is 408 and closed, and meanwhile it takes nobody's place."""
+    stopped = [await Client.come(house, POST % 5000 + b"{") for _ in range(20)]
+    chunked = await Client.come(house, POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+                                + b"5\r\n{")
+    await settle(lambda: house.context.stats.running == 21)
+    assert house.door.inside == 0 and (await house.chat()).status == 200
+    for client in (*stopped, chunked):
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 408") and code(answer) == "request_timeout"
+        assert b"connection: close" in answer.lower()
+    assert house.context.stats.gauges["bodies"]() == 0 and house.context.stats.counts["rejected"] == 21
+    assert house.context.stats.counts["accepted"] == 1
+
+
+@hosted(server={"body_timeout_s": 0.3})
+async def test_a_body_that_trickles(house: House) -> None:
+    """A byte now and then is not moving on; it may take any time as long as it does."""
+    slow = await Client.come(house, POST % 5000)
+    answer = asyncio.create_task(slow.rest())
+    while not answer.done():
+        slow.writer.write(b" ")
+        await asyncio.sleep(0.05)
+    assert (await answer).startswith(b"HTTP/1.1 408")
+    steady = await Client.come(house, POST % 5000)
+    for _ in range(20):
+        steady.writer.write(b" " * 200)         # 4,000 bytes in a second
+        await asyncio.sleep(0.05)
+    steady.writer.write(BODY + b" " * (1000 - len(BODY)))
+    assert (await steady.answer()).startswith(b"HTTP/1.1 200")
+
+
+@hosted(server={"body_bytes_max": 3000, "body_timeout_s": 0}, media={"inflight_bytes_max": 5000})
+async def test_the_slow_give_way_to_who_has_a_body(house: House) -> None:
+    slow = [await Client.come(house, POST % 2900 + b" " * 2000) for _ in range(2)]
+    await settle(lambda: house.context.stats.gauges["bodies"]() == 4000)
+    await asyncio.sleep(1.1)                    # until their speed is known
+    whole = await Client.come(house, POST % 2900 + BODY + b" " * (2900 - len(BODY)))
+    assert (await whole.answer()).startswith(b"HTTP/1.1 200")
+    done, left = await asyncio.wait([asyncio.create_task(client.rest()) for client in slow],
+                                    return_when=asyncio.FIRST_COMPLETED)
+    assert len(left) == 1 and code(done.pop().result()) == "overloaded"
+    for task in left:
+        task.cancel()
+
+
+def test_fast_bodies_do_not_give_way() -> None:
+    async def main() -> None:
+        from epdd.frontend.http.body import _Counted
+        bodies = Bodies(100 * SLOW, 100 * SLOW, 10)
+        now = [100.0]
+        fast, slow = _Counted(bodies, 10), _Counted(bodies, 10)
+        for counted, size in ((fast, 4 * SLOW), (slow, SLOW)):
+            counted._clock = lambda: now[0]
+            counted._looked = 100.0
+            bodies._reading.add(counted)
+            counted.patience = asyncio.timeout(None)
+            await counted.patience.__aenter__()
+            counted.take(size)
+        assert not bodies.give_way()            # nobody's speed is known yet
+        now[0] += 2
+        assert bodies.give_way() and slow.given_way and not fast.given_way
+        assert bodies.held == 4 * SLOW and not bodies.give_way()
+        with pytest.raises(asyncio.CancelledError):     # its reader's way out
+            await asyncio.sleep(1)
+
+    asyncio.run(main())
+
+
+@hosted(server={"head_timeout_s": 0.3, "keep_alive_s": 0.6})
+async def test_connections_without_a_request(house: House) -> None:
+    silent, half, idle = [await Client.come(house, data) for data in (b"", POST[:30], GET)]
+    assert (await idle.answer()).startswith(b"HTTP/1.1 200")
+    assert await silent.rest() == b""
+    answer = await half.rest()
+    assert answer.split()[1] == b"408" and code(answer) == "request_timeout" and b"x-request-id" in answer.lower()
+    trickle = await Client.come(house, b"GET /")
+    ended = asyncio.create_task(trickle.rest())
+    while not ended.done():         # a byte now and then does not move the deadline
+        trickle.writer.write(b"a")
+        await asyncio.sleep(0.05)
+    assert (await ended).split()[1] == b"408"
+    assert await idle.rest() == b""
+    closed = house.context.connections.closed
+    assert closed["head"] == 3 and closed["idle"] == 1
+    await settle(lambda: len(house.context.connections) == 0)
+
+
+@hosted(server={"head_timeout_s": 0.3})
+async def test_a_connection_that_works_is_left_alone(house: House) -> None:
+    """The deadlines are of heads and of idleness: an answer may take longer than both."""
+    house.script.play = house.script.say("hello world", step_s=0.2)
+    client = await Client.come(house, POST % len(BODY) + BODY)
+    assert (await client.answer()).startswith(b"HTTP/1.1 200")
+    client.writer.write(GET)
+    assert (await client.answer()).startswith(b"HTTP/1.1 200")
+
+
+@hosted(server={"connections_max": 8})
+async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
+    house.script.play = house.script.say("hello", hang=True)
+    busy = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(3)]
+    await settle(lambda: house.door.inside == 3)
+    idle = await Client.come(house, GET)
+    await idle.answer()
+    silent = [await Client.come(house) for _ in range(4)]
+    await settle(lambda: len(house.context.connections) == 8)
+    await asyncio.sleep(1.1)                    # until nobody takes them for about to ask
+    silent += [await Client.come(house) for _ in range(3)]
+    for client in silent[:3]:
+        assert await client.rest() == b""       # the oldest
+    last = await Client.come(house, GET)
+    assert (await last.answer()).startswith(b"HTTP/1.1 200")
+    idle.writer.write(GET)                      # who asked something stays before who did not
+    assert (await idle.answer()).startswith(b"HTTP/1.1 200")
+    assert house.door.inside == 3 and len(house.context.connections) <= 8
+    more = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(5)]
+    await settle(lambda: house.door.inside == 8)    # those who come do not push each other out
+    answer = await (await Client.come(house)).rest()
+    assert answer.startswith(b"HTTP/1.1 503") and code(answer) == "connections_full"
+    assert house.context.connections.closed["refused"] == 1
+    for client in busy + more:
+        client.writer.close()
+    await settle(lambda: house.door.inside == 0)
+
+
+def test_the_limit_of_descriptors(monkeypatch: Any) -> None:
+    limits = [1024, 1 << 30]
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda what: tuple(limits))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda what, new: limits.__setitem__(slice(None), new))
+    assert descriptors.for_connections() == 512
+    descriptors.raise_limit()
+    assert limits == [1 << 20, 1 << 30] and descriptors.for_connections() == (1 << 20) - 512
+    limits[:] = 256, 256
+    descriptors.raise_limit()
+    assert limits == [256, 256] and descriptors.for_connections() == 128
+
+
+@hosted()
+async def test_half_closed(house: House) -> None:
+    """Pages are answered; a POST ends with the sending side, and says so."""
+    async def half(data: bytes) -> bytes:
+        client = await Client.come(house, data)
+        client.writer.write_eof()
+        return await client.rest()
+
+    assert (await half(GET)).startswith(b"HTTP/1.1 200")
+    assert (await half(GET * 3)).count(b"HTTP/1.1 200") == 3
+    assert (await half(b"nonsense\r\n\r\n")).startswith(b"HTTP/1.0 400")
+    assert await half(b"") == await half(POST[:20]) == b""
+    house.script.play = house.script.say("hello", hang=True)
+    for data in (POST % len(BODY) + BODY, POST % 5000 + b"{", GET + POST % len(BODY) + BODY):
+        answer = await half(data)
+        assert code(answer[answer.rindex(b"HTTP/1.1"):]) == "client_left"
+    client = await Client.come(house, POST % len(BODY) + BODY)
+    await settle(lambda: house.door.inside == 1)
+    client.writer.write_eof()
+    assert code(await client.rest()) == "client_left"
+    await settle(lambda: house.door.inside == 0 and house.context.stats.running == 0)
+
+
+@hosted(server={"timeout_s": 1})
+async def test_pages_that_are_not_read(house: House) -> None:
+    """Whoever asks for page after page and reads none is gone in the end."""
+    client = await Client.come(house)
+    client.writer.transport.pause_reading()
+    client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+    await settle(lambda: house.context.connections.closed["stalled"] == 1, 60)
+    await settle(lambda: len(house.context.connections) == 0)
+    client.writer.transport.abort()

@@ -1,0 +1,85 @@
+"""Whose caches a request may use: its API key's and its cache_salt's, and what a worker learns of either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from epdd.dispatch import prefix_affinity
+from epdd.dispatch.poison import Poison
+from epdd.dispatch.request import Request
+from epdd.errors import Rejected
+
+from tests.frontend.house import House, hosted
+from tests.frontend.http.test_auth import bearer
+from tests.frontend.images.pictures import asking, picture
+
+KEYS: Any = {"api_keys": ("sk-one", "sk-two")}
+LOOK = asking(picture(), {"type": "text", "text": "what is this?"})
+
+
+async def seen(house: House, key: str = "", path: str = "/v1/chat/completions", **fields: Any) -> Request:
+    """The request as dispatch gets it."""
+    body = {"max_tokens": 4, **({"messages": LOOK} if "chat" in path else {"prompt": "hello " * 100}), **fields}
+    answer = await house.http.post(house.url + path, json=body, headers=bearer(key) if key else {})
+    assert answer.status == 200, await answer.text()
+    return house.script.requests[-1]
+
+
+@hosted(server=KEYS)
+async def test_keys_share_nothing(house: House) -> None:
+    one, again, two = [await seen(house, key) for key in ("sk-one", "sk-one", "sk-two")]
+    assert one.salt == again.salt != two.salt and len(one.salt) == 32
+    assert one.images[0].key == again.images[0].key != two.images[0].key
+    assert prefix_affinity.chain(one) == prefix_affinity.chain(again)
+    assert not set(prefix_affinity.chain(one)) & set(prefix_affinity.chain(two))
+    assert "sk-one" not in repr(one)
+    texts = [await seen(house, key, "/v1/completions") for key in ("sk-one", "sk-two")]
+    assert texts[0].salt == one.salt and texts[1].salt == two.salt
+
+
+@hosted(server=KEYS)
+async def test_a_salt_divides_what_a_key_shares(house: House) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        plain, a, again, b = [await seen(house, "sk-one", path, **({"cache_salt": salt} if salt else {}))
+                              for salt in ("", "a", "a", "b")]
+        other = await seen(house, "sk-two", path, cache_salt="a")
+        assert a.salt == again.salt and len({each.salt for each in (plain, a, b, other)}) == 4
+
+
+@hosted()
+async def test_without_keys_only_a_salt_divides(house: House) -> None:
+    plain, named, salted = await seen(house), await seen(house, "sk-any"), await seen(house, cache_salt="a")
+    assert plain.salt == named.salt == "" != salted.salt
+    assert plain.images[0].key == named.images[0].key != salted.images[0].key
+
+
+@hosted(server={**KEYS, "share_caches": True})
+async def test_keys_that_share_by_setting(house: House) -> None:
+    one, two, salted = await seen(house, "sk-one"), await seen(house, "sk-two"), await seen(house, "sk-two",
+                                                                                            cache_salt="a")
+    assert one.salt == two.salt == "" and one.images[0].key == two.images[0].key != salted.images[0].key
+
+
+@pytest.mark.parametrize("salt", ["", 1, ["a"], {}])
+def test_what_is_no_salt(family: Any, salt: Any) -> None:
+    @hosted()
+    async def test(house: House) -> None:
+        answer = await house.chat(cache_salt=salt)
+        assert answer.status == 400 and (await answer.json())["error"]["param"] == "cache_salt"
+
+    test(family)
+
+
+@hosted(server=KEYS)
+async def test_what_kills_workers_is_refused_whoever_sends_it(house: House) -> None:
+    one, two = await seen(house, "sk-one"), await seen(house, "sk-two", cache_salt="other")
+    known = Poison(600.0)
+    known.add_image(one.images[0].content)
+    with pytest.raises(Rejected):
+        known.check(two)
+    known = Poison(600.0)
+    known.add_prompt(one)
+    with pytest.raises(Rejected):
+        known.check(two)

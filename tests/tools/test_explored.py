@@ -1,0 +1,179 @@
+"""Schedules of dispatch explored by tools/explore: none breaks an invariant, and planted faults are found."""
+
+import sys
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epdd.dispatch.encoder_cache.extents import Extents
+from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoding import Encoding
+from epdd.dispatch.pipeline import Again, Pipeline
+from epdd.dispatch.request import Request
+from epdd.errors import WorkerLost
+from epdd.fleet.channel import Work
+from epdd.fleet.supervisor import Supervisor
+from epdd.wire import Encoded, Failed
+
+pytestmark = pytest.mark.takes(70)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from tools.explore import SMALL, all_of, at_random, explore  # noqa: E402
+from tools.explore.memory import Violation  # noqa: E402
+
+
+def test_a_thousand_random_schedules_hold():
+    explore("seeds", at_random(1_000_000, 1000))
+
+
+@pytest.mark.parametrize("name", ["one request, cancelled, a death", "one image for two", "room for one of two",
+                                  "an answer sent whole, a death"])
+def test_every_schedule_of_a_small_scenario_holds(name):
+    explore(name, all_of(SMALL[name]))
+
+
+def released_with_the_request(monkeypatch):
+    """Bytes go back with the last request, whoever still touches them."""
+    def release(self, embedding):
+        self._unwant(embedding)
+        if embedding.refs == 0 and not embedding.ready:
+            holds, embedding.holds = embedding.holds, 0
+            self._drop(embedding)
+            embedding.holds = holds
+            embedding.dropped = False
+        self._freed()
+    monkeypatch.setattr(Leases, "release", release)
+
+
+def released_twice(monkeypatch):
+    unhold = Leases.unhold
+
+    def twice(self, embedding):
+        dropped = embedding.dropped
+        unhold(self, embedding)
+        if dropped and embedding.holds == 0:
+            self._extents.release(embedding.lease.offset, embedding.lease.size)
+    monkeypatch.setattr(Leases, "unhold", twice)
+
+
+def readers_hold_nothing(monkeypatch):
+    """A PD worker's reading keeps no bytes."""
+    start = Pipeline._start
+
+    def without(*args):
+        work, let_go = start(*args)
+        let_go()
+        return work, let_go
+    monkeypatch.setattr(Pipeline, "_start", without)
+
+
+def held_until_cancelled(monkeypatch):
+    """A work is taken to be over when it is asked to stop, not when it has stopped."""
+    cancel = Work.cancel
+
+    def at_once(self):
+        cancel(self)
+        calls, self._on_end = self._on_end, []
+        for call in calls:
+            call()
+    monkeypatch.setattr(Work, "cancel", at_once)
+
+
+def works_end_with_their_socket(monkeypatch):
+    """A lost worker's bytes are given away while its process may still be there."""
+    restart = Supervisor.restart
+
+    def early(self, name):
+        worker = self.find(name)
+        channel = worker.channel
+        restart(self, name)
+        if channel is not None:
+            channel.fail(WorkerLost("restarted"))
+    monkeypatch.setattr(Supervisor, "restart", early)
+
+
+def nobody_is_woken(monkeypatch):
+    """Room that comes back with a work's end is told to nobody."""
+    unhold = Leases.unhold
+
+    def silent(self, embedding):
+        waiting, self._waiting = self._waiting, type(self._waiting)()
+        unhold(self, embedding)
+        self._waiting = waiting
+    monkeypatch.setattr(Leases, "unhold", silent)
+
+
+def holes_stay(monkeypatch):
+    """What a request waits for may lie between cached embeddings."""
+    monkeypatch.setattr(Leases, "_only_cached", False)
+
+
+def the_cancelled_is_not_tried_again(monkeypatch):
+    """An image that is wanted again while its cancelled encoding ends is encoded by nobody."""
+    ended = Encoding._ended
+
+    def forgets(self, job, worker, event):
+        if not isinstance(event, (Encoded, Failed)) and hasattr(event, "id"):
+            refs, job.embedding.refs = job.embedding.refs, 0
+            ended(self, job, worker, event)
+            job.embedding.refs = refs
+        else:
+            ended(self, job, worker, event)
+    monkeypatch.setattr(Encoding, "_ended", forgets)
+
+
+def an_embedding_is_kept_after_its_shrink(monkeypatch):
+    """The whole lease is taken back when only its tail was free."""
+    def shrink(self, offset, length, wanted):
+        self.release(offset, length)
+    monkeypatch.setattr(Extents, "shrink", shrink)
+
+
+def requests_take_what_they_get(monkeypatch):
+    """A choice that is cut short keeps its leases for ever."""
+    release = Pipeline._release
+
+    def keep_one(self, embeddings):
+        del embeddings[1:2]
+        release(self, embeddings)
+    monkeypatch.setattr(Pipeline, "_release", keep_one)
+
+
+def streams_begin_anew(monkeypatch):
+    """What a client has read already is told again."""
+    run = Pipeline.run
+    monkeypatch.setattr(Pipeline, "run", lambda self, request: run(self, replace(request, whole=True)))
+
+
+def nobody_hears_that_all_begins_anew(monkeypatch):
+    """The second answer is added to what came of the first."""
+    run = Pipeline.run
+
+    async def silent(self, request):
+        async with aclosing(run(self, request)) as answers:
+            async for answer in answers:
+                if not isinstance(answer[1], Again):
+                    yield answer
+    monkeypatch.setattr(Pipeline, "run", silent)
+
+
+def images_that_are_gone_are_encoded_again(monkeypatch):
+    """A second try takes an answer's images to be there still."""
+    monkeypatch.setattr(Request, "has_images", True)
+
+
+FAULTS = (released_with_the_request, released_twice, readers_hold_nothing, held_until_cancelled,
+          works_end_with_their_socket, nobody_is_woken, holes_stay, the_cancelled_is_not_tried_again,
+          an_embedding_is_kept_after_its_shrink, requests_take_what_they_get, streams_begin_anew,
+          nobody_hears_that_all_begins_anew, images_that_are_gone_are_encoded_again)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(Violation) as found:
+        explore("planted", at_random(0, 3000))
+    assert "TypeError" not in str(found.value)      # it is what was planted that was found, not a broken plant

@@ -1,0 +1,146 @@
+"""A PD engine without a process around it: requests made like the daemon's, answers sorted by request."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+
+from epdd import arena, families, wire
+from epdd.families.vocabulary import Vocabulary
+from epdd.worker.language import engine
+from tests.models import checkpoints
+
+
+ARENA_BYTES = 8 << 20
+
+
+def spec(folder: str, role: str = "pd", **options: Any) -> wire.WorkerSpec:
+    """A float32 worker on one thread, not bound to anything."""
+    fields: dict[str, Any] = {"name": f"{role}/0", "device": "cpu", "cpus": (), "numa_node": None, "threads": 1,
+                              "dtype": "float32", "arena_bytes": ARENA_BYTES, "kv_tokens": 4096}
+    return wire.WorkerSpec(role=role, model=folder, **(fields | options))
+
+
+@dataclass
+class Prompt:
+    """Token ids with expanded placeholders, and its images with the first row of each."""
+
+    tokens: list[int]
+    images: list[Image.Image] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
+def prompt(folder: str, parts: Sequence[int | Image.Image], seed: int = 0) -> Prompt:
+    """A number of random text tokens, or an image, one after another."""
+    family, rng = families.load(folder), random.Random(seed)
+    made = Prompt([])
+    for part in parts:
+        if isinstance(part, int):
+            made.tokens += [rng.randrange(300) for _ in range(part)]
+            continue
+        rows = family.rows(family.grid(*part.size))
+        made.tokens.append(family.vision_start_id)
+        made.starts.append(len(made.tokens))
+        made.tokens += [family.image_token_id] * rows + [family.vision_end_id]
+        made.images.append(part)
+    return made
+
+
+@lru_cache(maxsize=None)
+def _vocabulary(folder: str) -> Vocabulary:
+    return Vocabulary(Tokenizer.from_file(f"{folder}/tokenizer.json"))
+
+
+class Bench:
+    """Engine, arena and the answers so far."""
+
+    def __init__(self, folder: str, headroom: int = engine.HEADROOM_TOKENS,
+                 make: Callable[..., engine.Engine] = engine.Engine, embedded_by: str = "", **options: Any) -> None:
+        """`embedded_by`: the checkpoint whose tower makes the images' rows, if not this one's."""
+        self.family = families.load(folder)
+        self._folder = embedded_by or folder
+        self._arena = arena.Mapping(arena.create(ARENA_BYTES), ARENA_BYTES)
+        self._at = 0
+        self.sent: list[wire.FromWorker] = []
+        self.engine = make(spec(folder, **options), self._arena, self.sent.append, headroom)
+
+    def submit(self, work_id: str, prompt: Prompt, **sampling: Any) -> list[wire.Lease]:
+        """Greedy unless told otherwise; the leases that the request reads."""
+        spans = []
+        for image, start in zip(prompt.images, prompt.starts):
+            lease, rows, grid = self._lease(image)
+            spans.append(wire.Span(start, rows, grid, lease, "float32", digest(image)))
+        chosen = wire.Sampling(**({"max_tokens": 12, "temperature": 0.0} | sampling))
+        self.engine.submit(wire.Generate(work_id, tuple(spans), chosen), np.array(prompt.tokens, np.int32).tobytes())
+        return [span.lease for span in spans]
+
+    def run(self, steps_max: int = 10_000) -> dict[str, list[int]]:
+        """Step until idle; the tokens of each request, its stop token included."""
+        for _ in range(steps_max):
+            if not self.engine.busy:
+                break
+            self.engine.step()
+        assert not self.engine.busy
+        answers: dict[str, list[int]] = defaultdict(list)
+        for message in self.sent:
+            if isinstance(message, wire.Tokens):
+                answers[message.id] += message.ids
+            elif isinstance(message, wire.Done) and message.stop_token is not None:
+                answers[message.id].append(message.stop_token)
+        return answers
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say, control tokens left out."""
+        vocabulary = _vocabulary(self._folder)
+        return b"".join(vocabulary.bytes(token) for token in tokens if not vocabulary.is_special(token)).decode()
+
+    @staticmethod
+    def token(folder: str, text: str) -> int:
+        """The one token that stands for this text alone."""
+        return next(token for token in range(1000) if _vocabulary(folder).bytes(token) == text.encode())
+
+    @staticmethod
+    def blank(folder: str, token: int) -> bool:
+        """Whether a token is white space."""
+        data = _vocabulary(folder).bytes(token)
+        return bool(data) and not data.strip()
+
+    def of(self, work_id: str) -> list[wire.FromWorker]:
+        return [message for message in self.sent if getattr(message, "id", None) == work_id]
+
+    def scribble(self, leases: Sequence[wire.Lease]) -> None:
+        """Overwrite leases, as their next owner would."""
+        for lease in leases:
+            self._arena.view(lease)[:] = b"\x7f" * lease.size
+
+    def _lease(self, image: Image.Image) -> tuple[wire.Lease, int, tuple[int, int, int]]:
+        embedding, grid = embed(self._folder, image)
+        lease = wire.Lease(self._at, embedding.nbytes)
+        self._at += embedding.nbytes
+        target = torch.frombuffer(self._arena.view(lease), dtype=torch.float32).view(embedding.shape)
+        target.copy_(embedding)
+        return lease, embedding.shape[1], grid
+
+
+def digest(image: Image.Image) -> str:
+    """As the daemon's: of nothing but what the picture is."""
+    return wire.content_hash(f"{image.size}".encode() + image.tobytes())
+
+
+@torch.inference_mode()
+def embed(folder: str, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """[planes, rows, hidden] by the undivided model's own tower."""
+    values, grid = checkpoints.pixel_values(folder, [image])
+    out = checkpoints.whole_model(folder).model.visual(values, grid_thw=grid, return_dict=True)
+    planes = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+    t, h, w = grid[0].tolist()
+    return torch.stack(planes), (t, h, w)

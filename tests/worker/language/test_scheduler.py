@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from epdd.errors import ContextLength
+from epdd.worker.language.scheduler import KV_UNIT, Batch, Scheduler, Sequence
+
+
+def sequence(name: str, prompt: int, answer: int) -> Sequence:
+    return Sequence(name, [0] * prompt, prompt, prompt + answer)
+
+
+def play(scheduler: Scheduler[Sequence], batch: Batch[Sequence]) -> list[Sequence]:
+    """What the engine does with a batch; the sequences that ended."""
+    ended = []
+    for s, count in batch.chunks:
+        s.computed += count
+        if not s.pending:
+            s.tokens.append(0)
+            if len(s.tokens) == s.total_max:
+                scheduler.remove(s)
+                ended.append(s)
+    return ended
+
+
+def names(batch: Batch[Sequence]) -> list[tuple[str, int]]:
+    return [(s.id, count) for s, count in batch.chunks]
+
+
+def test_decode_goes_first_and_prefill_fills_the_budget() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8)
+    scheduler.add(sequence("a", 10, 5))
+    assert names(scheduler.next_batch()) == [("a", 10)]
+    scheduler = Scheduler(4096, token_budget=16, batch_max=8)
+    for s in (sequence("a", 10, 5), sequence("b", 40, 5), sequence("c", 3, 5)):
+        scheduler.add(s)
+    steps = []
+    for _ in range(4):
+        batch = scheduler.next_batch()
+        steps.append(names(batch))
+        play(scheduler, batch)
+    assert steps == [[("a", 10), ("b", 6)], [("a", 1), ("b", 15)], [("a", 1), ("b", 15)],
+                     [("a", 1), ("b", 4), ("c", 3)]]
+
+
+def test_prompts_beside_decoding_sequences_get_less() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8)
+    for s in (sequence("a", 10, 3), sequence("b", 40, 5)):
+        scheduler.add(s)
+    steps = []
+    for beside in (4, 4, 30, 4, 4):
+        batch = scheduler.next_batch(beside)
+        steps.append(names(batch))
+        play(scheduler, batch)
+    # Nobody decodes in the first step and in the last; 30 is over the budget.
+    assert steps == [[("a", 10), ("b", 6)], [("a", 1), ("b", 4)], [("a", 1), ("b", 15)], [("b", 15)], [("b", 1)]]
+
+
+def test_what_cannot_finish_alone_is_refused() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(1000, token_budget=64, batch_max=8)
+    assert scheduler.capacity == 960
+    with pytest.raises(ContextLength):
+        scheduler.add(sequence("a", 900, 61))
+    scheduler.add(sequence("b", 900, 60))
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(4 * KV_UNIT, token_budget=512, batch_max=8, headroom=1)
+    a, b, c = sequence("a", 100, 100), sequence("b", 60, 60), sequence("c", 10, 10)
+    for s in (a, b, c):
+        scheduler.add(s)
+    play(scheduler, scheduler.next_batch())
+    assert scheduler.running == [a, b, c] and scheduler.free == 0
+    while not scheduler.preempted:
+        batch = scheduler.next_batch()
+        play(scheduler, batch)
+    assert batch.preempted == [c] and c.reserved == c.computed == 0 and len(c.tokens) > 10
+    assert scheduler.waiting[0] is c and scheduler.running == [a, b]
+
+
+def test_a_pinned_sequence_is_never_preempted() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(3 * KV_UNIT, token_budget=512, batch_max=8, headroom=1)
+    a, b = sequence("a", 100, 80), sequence("b", 20, 40)
+    for s in (a, b):
+        scheduler.add(s)
+    play(scheduler, scheduler.next_batch())
+    assert b.complete
+    b.pinned = True
+    while not scheduler.preempted:
+        play(scheduler, scheduler.next_batch())
+    assert list(scheduler.waiting) == [a] and scheduler.running == [b]
+
+
+def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
+    found = {"b": 0, "c": 30}
+    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8, begin=lambda s: found.get(s.id, 0))
+    a, b, c = (sequence(name, 31, 5) for name in "abc")
+    other = sequence("other", 5, 5)
+    a.twins = b.twins = c.twins = 7
+    for s in (a, b, c, other):
+        scheduler.add(s)
+    first = scheduler.next_batch()
+    assert names(first) == [("a", 16)]
+    play(scheduler, first)
+    scheduler.remove(a)         # the next in line takes over, and only one
+    second = scheduler.next_batch()
+    assert names(second) == [("b", 16)] and list(scheduler.waiting) == [c, other]
+    play(scheduler, second)
+    third = scheduler.next_batch()
+    assert names(third) == [("b", 15), ("other", 1)]
+    play(scheduler, third)
+    assert names(scheduler.next_batch()) == [("b", 1), ("other", 4), ("c", 1)]
+
+
+@dataclass
+class Work:
+    prompt: int
+    answer: int
+    pinned: bool
+    arrives: int
+    cancelled: int | None
+    twins: int | None
+    found: float        # share of its tokens that it begins with
+
+
+WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), pinned=st.booleans(),
+                 arrives=st.integers(0, 60), cancelled=st.none() | st.integers(0, 300),
+                 twins=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(works=st.lists(WORK, min_size=1, max_size=12), units=st.integers(8, 24), budget=st.sampled_from([1, 7, 64, 512]),
+       batch_max=st.integers(1, 12), headroom=st.sampled_from([1, 30, 512]))
+def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: int, budget: int, batch_max: int,
+                                                    headroom: int) -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(
+        units * KV_UNIT, budget, batch_max, headroom, lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
+    alive: dict[str, tuple[Sequence, Work]] = {}
+    arrived: list[Sequence] = []
+    step = 0
+    while step <= 300 or alive:
+        for i, work in enumerate(works):
+            if work.arrives == step and work.prompt + work.answer <= scheduler.capacity:
+                s = sequence(str(i), work.prompt, work.answer)
+                s.twins = work.twins
+                scheduler.add(s)
+                arrived.append(s)
+                alive[s.id] = s, work
+            if work.cancelled == step and str(i) in alive:
+                scheduler.remove(alive.pop(str(i))[0])
+        batch = scheduler.next_batch()
+        counts = [count for _, count in batch.chunks]
+        assert sum(counts) <= budget and len(scheduler.running) <= batch_max
+        assert bool(batch.chunks) or bool(batch.preempted) or not alive
+        for s, count in batch.chunks:
+            assert 0 < count <= s.pending and s.computed + count <= s.reserved and s in scheduler.running
+        assert not set(map(id, batch.preempted)) & {id(s) for s, _ in batch.chunks}
+        assert scheduler.free == scheduler.capacity - sum(s.reserved for s in scheduler.running) >= 0
+        for queue in (scheduler.waiting, [s for s in scheduler.running if not s.pinned]):
+            order = [arrived.index(s) for s in queue]
+            assert order == sorted(order) or any(work.twins is not None for work in works)
+        computing = [s.twins for s in scheduler.running if s.twins is not None and len(s.tokens) == s.prompt]
+        assert len(computing) == len(set(computing))
+        for s in play(scheduler, batch):
+            del alive[s.id]
+        for s, work in alive.values():
+            s.pinned = s.pinned or work.pinned and s.complete and s.computed >= s.prompt
+        step += 1
+        assert step < 50_000
+    assert scheduler.free == scheduler.capacity

@@ -1,0 +1,83 @@
+"""What must hold at the end of an explored schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from tools.explore.fleet import Channel
+from tools.explore.memory import Violation
+from tools.explore.scenario import MANNERS, Asker, Scenario, pages_of
+
+from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected, WorkerLost, WorkerTimeout
+from epdd.wire import Done, Prefilled, Tokens
+
+if TYPE_CHECKING:
+    from tools.explore.run import House
+
+
+def check_rest(house: House) -> None:
+    """Every gauge is back at its start, and every work has ended once."""
+    if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
+        raise Violation(f"works that did not end once: {wrong}")
+    leases, router = house.leases, house.encoding.router
+    rest = {"in the house": house.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes,
+            "waiting for room": leases.waiting,
+            "wanted": sum(entry.refs for entry in leases._entries.values()),
+            "held": sum(entry.holds for entry in leases._entries.values()),
+            "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(house.encoding._jobs),
+            "in lanes": sum(len(lane.held) for lane in router.pools.lanes.values()),
+            "in flight": sum(router.pools.in_flight.values()),
+            "in the suspects' turn": int(house.pipeline._suspects.locked())}
+    if left := {name: value for name, value in rest.items() if value}:
+        raise Violation(f"left at rest: {left}")
+    if leases.cached_bytes > leases.cache_limit:
+        raise Violation("the cache is over its limit")
+
+
+def check_outcome(asker: Asker, given: Scenario, happened: Counter[str]) -> None:
+    """What it was told is true, whole or explained by what happened.  Raises Violation."""
+    ask, error = asker.ask, asker.error
+    by_choice: dict[int, list[Any]] = {}
+    for index, event in asker.told:
+        by_choice.setdefault(index, []).append(event)
+    for events in by_choice.values():
+        # A second attempt may begin where the first had told of its prefill only.
+        while len(events) > 1 and isinstance(events[0], Prefilled) and isinstance(events[1], Prefilled):
+            events.pop(0)
+        answer = [len(ask.images), *ask.images]
+        if not isinstance(events[0], Prefilled) or any(
+                list(event.ids) != answer for event in events if isinstance(event, Tokens)):
+            raise Violation(f"{asker.request.id} was told {events}, not of {answer}")
+    if asker.outcome == "completed":
+        whole = [[type(event) for event in events] for events in by_choice.values()]
+        if whole != [[Prefilled, *[Tokens] * ask.max_tokens, Done]] * ask.n:
+            raise Violation(f"{asker.request.id} completed with {whole}")
+        if {MANNERS.bad, MANNERS.lie} & set(ask.images):
+            raise Violation(f"{asker.request.id} has an image that cannot be encoded, and completed")
+    if asker.anew > min(1, sum(happened[kind] for kind in ("death", "order"))):
+        raise Violation(f"{asker.request.id} began anew {asker.anew} times")
+    if asker.outcome == "cancelled" and not happened["cancel"]:
+        raise Violation(f"{asker.request.id} was cancelled by nobody")
+    elif error is not None and not _fair(asker, error, given, happened):
+        raise Violation(f"{asker.request.id} failed for no reason: {type(error).__name__}: {error}")
+
+
+def _fair(asker: Asker, error: Exception, given: Scenario, happened: Counter[str]) -> bool:
+    """Whether what happened explains the error."""
+    ask, started = asker.ask, any(isinstance(event, Tokens) for _, event in asker.told)
+    orders = happened["order"]
+    losses = orders + happened["death"]       # at most
+    if isinstance(error, MediaError):
+        return MANNERS.bad in ask.images
+    if isinstance(error, ProtocolError):
+        return MANNERS.lie in ask.images
+    if isinstance(error, WorkerTimeout):
+        return ask.deadline_s > 0
+    if isinstance(error, ArenaFull):
+        return sum(pages_of(image) for image in set(ask.images)) > given.pages
+    if isinstance(error, WorkerLost) and started and not (ask.whole and asker.request.has_images):
+        return losses > 0
+    if isinstance(error, (WorkerLost, Rejected)):
+        return losses > 1       # one loss is made good, but for a stream with a token and for images let go
+    return isinstance(error, NoWorker) and (orders > 0 or losses > 1)

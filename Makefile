@@ -47,7 +47,7 @@ lint: $(VENV)/.installed-test site
 	$(BIN)/flake8 epdd tests tools docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/audit.py
+	$(BIN)/python -m tools.audit
 
 docs: site
 	@echo "the documentation is at http://127.0.0.1:8000"
@@ -68,7 +68,7 @@ endif
 .PHONY: FORCE
 
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
-$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/native/*.cpp epdd/worker/native/*.h) constraints.txt $(AGAIN)
+$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/kernels/source/*.* epdd/worker/kernels/source/isa/*) constraints.txt $(AGAIN)
 	@tools/venv.sh $(VENV) $(PYTHON)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@echo "$(COMPILER)" >$@

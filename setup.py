@@ -2,12 +2,12 @@
 
 from setuptools import Extension, setup
 
-NATIVE = "epdd/worker/native/"
+SOURCE = "epdd/worker/kernels/source/"
 
 setup(ext_modules=[Extension(
-    "epdd.worker.kernels.native._library",
-    sources=[NATIVE + name for name in ("library.cpp", "fp8.cpp", "avx2.cpp", "avx512.cpp", "amx.cpp")],
-    depends=[NATIVE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "attention.h", "kernels.h",
+    "epdd.worker.kernels._library",
+    sources=[SOURCE + name for name in ("library.cpp", "fp8.cpp", "isa/avx2.cpp", "isa/avx512.cpp", "isa/amx.cpp")],
+    depends=[SOURCE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "attention.h", "kernels.h",
                                         "split.h", "gemm.h", "flash.h")],
     # Compiled for OpenMP and not linked with it: the calls find the runtime that torch has loaded.
     extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi", "-Wno-maybe-uninitialized"],

@@ -1,0 +1,1 @@
+"""Programs around epdd; run from the repository's root, `python -m tools.NAME`."""

@@ -1,6 +1,6 @@
 """Audits the dependencies without a network: what can be known for certain here, and no more.
 
-    python tools/audit.py
+    python -m tools.audit
 
 - What is installed is what constraints.txt says was tested together.
 - No package has a licence outside LICENCES.

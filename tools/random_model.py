@@ -1,6 +1,6 @@
 """A Qwen3-VL checkpoint with random weights, of a size one names: for measuring, where what it says does not matter.
 
-    python tools/random_model.py /tmp/random --shape 100m
+    python -m tools.random_model /tmp/random --shape 100m
 
 Complete for any server: weights, configuration, generation settings, image processor, the demo's tokenizer and chat
 template.  The answer never ends by itself and every token of it is a piece of printable text: the output rows of all

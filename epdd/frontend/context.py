@@ -15,6 +15,7 @@ from epdd.families import Family
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.http.connections import Connections
 from epdd.ops.metrics import RequestStats
+from epdd.ops.status import States
 from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, Tokens
 
@@ -40,14 +41,6 @@ class Admission(Protocol):
 
     def check(self, request: Request) -> None:
         """Raises ContextLength or BadRequest if the request could never run on an idle daemon."""
-
-
-@dataclass(frozen=True)
-class States:
-    """What probes are told."""
-
-    state: str                              # of the daemon: "ready", "degraded", ...
-    workers: tuple[tuple[str, str, str], ...]   # name, role, and state in small letters, of each worker
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@ and settings only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from epdd import log
-from epdd.frontend.http.connections import Connections
 from epdd.ops.metrics import RequestStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,6 +73,15 @@ _WORKER_COUNTERS = (
     ("worker_failed", "Images or requests that failed in the worker.", "failed"),
     ("worker_restarts", "Restarts of the worker's process.", "restarts"),
 )
+
+
+class Connections(Protocol):
+    """What is shown of the HTTP server's connections; its length is how many are open."""
+
+    closed: Counter[str]    # by the reason for which the server closed them
+    exhausted: int          # times that there was no descriptor for one
+
+    def __len__(self) -> int: ...
 
 
 class Exposition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -19,11 +19,18 @@ from epdd.fleet.placement_watcher import Seating
 from epdd.fleet.process import resident_bytes
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.frontend.context import States
 from epdd.hardware import binding
 from epdd.hardware.topology import ranges
 from epdd.ops.metrics import RequestStats
 from epdd.settings.config import Config
+
+
+@dataclass(frozen=True)
+class States:
+    """What probes are told."""
+
+    state: str                              # of the daemon: "ready", "degraded", ...
+    workers: tuple[tuple[str, str, str], ...]   # name, role, and state in small letters, of each worker
 
 
 class Status:

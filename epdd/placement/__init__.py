@@ -2,9 +2,9 @@
 
 The machine is seen as domains: NUMA nodes that have CPUs and memory, each with its free physical cores
 (`domains.py`).  The roles and counts become seats (`counts.py`), each seat gets a domain and whole cores of it, so
-that its memory is local (`assignment.py`), and the sizes that all share are filled in (`sizes.py`), then what each takes of
-its GPU's memory (`memory.py`).  Of a core with hyperthreads only one logical CPU is used: a second thread on it would
-slow the first, and the siblings are left to the daemon.  Every step says why; `explain.py` makes text of it.
+that its memory is local (`assignment.py`), and the sizes that all share are filled in (`sizes.py`), then what each
+takes of its GPU's memory (`memory.py`).  Of a core with hyperthreads only one logical CPU is used: a second thread on
+it would slow the first, and the siblings are left to the daemon.  Every step says why; `explain.py` makes text of it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""All settings, and command lines that set them."""

@@ -26,6 +26,7 @@ from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
 from epdd.families import weights
 from epdd.worker.process import readahead
+from epdd.worker.process.thread_name import name_thread
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker
 EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
-PR_SET_NAME = 15
 
 
 class Descriptor(Protocol):
@@ -66,7 +66,8 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
-        abilities = ("emulated",) if spec.pace else importlib.import_module("epdd.worker.weights.load").abilities(spec.device)
+        abilities = (("emulated",) if spec.pace
+                     else importlib.import_module("epdd.worker.weights.load").abilities(spec.device))
         connection.send(msgspec.structs.replace(ready, binding=binding, abilities=abilities,
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
@@ -165,8 +166,3 @@ def _exit_with_daemon(fd: int, leaving: threading.Event) -> None:
         pass
     if not leaving.is_set():    # a daemon that has read the last words may hang up before the exit code is out
         os._exit(0)
-
-
-def name_thread(name: str) -> None:
-    """What ps and top show for this thread and those it will start, at most 15 bytes."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

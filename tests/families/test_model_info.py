@@ -11,7 +11,7 @@ from epdd import families
 from epdd.errors import MediaError, ModelError
 from epdd.families import Defaults
 
-DEMO = Path(__file__).parents[1] / "epdd" / "demo"
+DEMO = Path(__file__).parents[2] / "epdd" / "demo"
 
 
 def copy(tmp_path, **changes):

@@ -20,11 +20,12 @@ from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
-from epdd.frontend.context import Context, Event, States
+from epdd.frontend.context import Context, Event
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.http.connections import Connections
 from epdd.frontend.http.server import Runner
 from epdd.ops.metrics import RequestStats
+from epdd.ops.status import States
 from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 

@@ -1,14 +1,10 @@
 """tools/audit.py finds what it is there for."""
 
-import sys
 from email.message import Message
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-from tools import audit  # noqa: E402
+from tools import audit
 
 PINNED = {"aiohttp": "3.14.5", "torch": "2.13.0"}
 

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ("transformers==5.17.0", "huggingface_hub<2", "httpx<1", "httpcore<2", "certifi")
 NEWEST = ("transformers<6",)
 TESTS = (

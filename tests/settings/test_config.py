@@ -10,7 +10,7 @@ from epdd.settings import config
 from epdd.settings.config import SECTIONS, Config
 from epdd.settings.worker_overrides import Count, Wish, count
 
-REFERENCE = Path(__file__).parents[1] / "etc" / "epdd.toml"
+REFERENCE = Path(__file__).parents[2] / "etc" / "epdd.toml"
 SETTING = re.compile(r"^#(?=[a-z_]+ = )", re.MULTILINE)
 
 

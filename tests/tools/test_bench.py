@@ -1,20 +1,14 @@
 """The benchmarks' own sums, and the checkpoint that they are run on."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-from tools import random_model  # noqa: E402
-from tools.bench.report import Report  # noqa: E402
-from tools.bench.serving import linear  # noqa: E402
-from tools.bench.serving import serve_tables  # noqa: E402
-
-from epdd import families  # noqa: E402
+from tools import random_model
+from tools.bench.report import Report
+from tools.bench.serving import linear, serve_tables
+from epdd import families
 
 
 def test_a_line_is_found_and_a_curve_is_none():

@@ -1,16 +1,12 @@
 """The demo model is only as true as its world: drawings, labels and answers must agree."""
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-from tools.demo import dialogue  # noqa: E402
-from tools.demo import world as world  # noqa: E402
+from tools.demo import dialogue
+from tools.demo import world
 
 
 def nearest_colour(rgb: tuple[int, int, int]) -> str:

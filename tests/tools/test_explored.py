@@ -1,9 +1,7 @@
 """Schedules of dispatch explored by tools/explore: none breaks an invariant, and planted faults are found."""
 
-import sys
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +14,10 @@ from epdd.errors import WorkerLost
 from epdd.fleet.channel import Work
 from epdd.fleet.supervisor import Supervisor
 from epdd.wire import Encoded, Failed
+from tools.explore.__main__ import SMALL, all_of, at_random, explore
+from tools.explore.memory import Violation
 
 pytestmark = pytest.mark.takes(70)
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from tools.explore import SMALL, all_of, at_random, explore  # noqa: E402
-from tools.explore.memory import Violation  # noqa: E402
 
 
 def test_a_thousand_random_schedules_hold():

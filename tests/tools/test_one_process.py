@@ -1,22 +1,18 @@
 """The baseline of tools/bench/serving/serve.py answers as epdd does, from one process."""
 
 import json
-import sys
 import urllib.request
 from pathlib import Path
 
 from tests.e2e.daemon import ROOT, image_part, text_part
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-from tools import launch  # noqa: E402
+from tools import launch
 
 SAMPLE = ROOT / "epdd" / "demo" / "samples" / "red-circle.png"
 
 
 def test_one_process_serves():
     settings = ["encoder.workers=1", "pd.workers=1", "arena.bytes=0x4000000", "pd.kv_tokens=16384"]
-    with launch.Daemon(settings=settings, program=["tools/bench/serving/one_process.py"]) as daemon:
+    with launch.Daemon(settings=settings, program=["-m", "tools.bench.serving.one_process"]) as daemon:
         daemon.ready()
         body = {"messages": [{"role": "user", "content": [image_part(SAMPLE.read_bytes()),
                                                           text_part("What colour is the circle?")]}], "temperature": 0}

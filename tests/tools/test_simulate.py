@@ -4,20 +4,15 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-from tools import simulate as program  # noqa: E402
-from tools.bench import live  # noqa: E402
-from tools.simulate import scenarios  # noqa: E402
-from tools.simulate.comparison import BY_NAME, PUBLISHED_IMAGE, PUBLISHED_REQUEST  # noqa: E402
-from tools.simulate.simulator import Request, Rule, percentile, simulate  # noqa: E402
-
-from epdd.emulation import profile  # noqa: E402
+from tools.simulate import __main__ as program
+from tools.bench import live
+from tools.simulate import scenarios
+from tools.simulate.comparison import BY_NAME, PUBLISHED_IMAGE, PUBLISHED_REQUEST
+from tools.simulate.simulator import Request, Rule, percentile, simulate
+from epdd.emulation import profile
 
 
 def latencies(fleet, images, rule):
@@ -126,7 +121,7 @@ def test_the_command_line_leaves_numbers_and_plots(tmp_path):
     pytest.importorskip("matplotlib")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps({"at": i, "images": [[1920, 1080]] * 8}) for i in range(10)))
-    ran = subprocess.run([sys.executable, str(TOOLS / "simulate.py"), "run", "--fleet", "router-table", "--jobs", "1",
+    ran = subprocess.run([sys.executable, "-m", "tools.simulate", "run", "--fleet", "router-table", "--jobs", "1",
                           "--trace", str(trace), "--policies", "earliest", "gpu-only", "--out", str(tmp_path / "out")],
                          capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.takes(60)
 
 
 def soak(*arguments):
-    ended = subprocess.run([sys.executable, "tools/soak", *arguments], capture_output=True, text=True, cwd=ROOT,
+    ended = subprocess.run([sys.executable, "-m", "tools.soak", *arguments], capture_output=True, text=True, cwd=ROOT,
                            timeout=400)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr

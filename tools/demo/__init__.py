@@ -1,0 +1,1 @@
+"""The demo model: the world it answers about, its training, its marks."""

@@ -19,7 +19,7 @@ from transformers import (AutoImageProcessor, AutoTokenizer, PreTrainedTokenizer
 
 from tools.demo import checkpoint, dialogue, world as world
 
-DEMO = Path(__file__).resolve().parent.parent / "epdd" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "epdd" / "demo"
 NEW_TOKENS_MAX = 64     # a list of eight images takes 47
 BATCH = 20
 Asked = tuple[list[dialogue.Message], list[Image.Image]]

@@ -18,7 +18,7 @@ log = logging.getLogger("train")
 
 SEED = 1
 TOWER_STEPS, LANGUAGE_STEPS = 3600, 2000
-DEMO = Path(__file__).resolve().parent.parent / "epdd" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "epdd" / "demo"
 
 
 def main() -> None:

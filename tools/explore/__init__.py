@@ -1,0 +1,1 @@
+"""Schedules of dispatch, explored from seeds or exhaustively."""

@@ -1,0 +1,1 @@
+"""What wants a GPU to be proved, part by part."""

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOTAL_S = 470.0             # of all parts together
 REHEARSAL = 10              # times as long without a GPU: it proves no speed, and the machine may be a slow one
 # In this order: what matters most first, as long as what it needs is there.  (name, seconds at most)
@@ -52,11 +52,11 @@ def install(wheels: Path, site: Path) -> None:
 
 def run(part: str, limit_s: float, out: Path, work: Path, site: Path, cpu: bool) -> list[dict[str, object]]:
     """A part's rows; its failure is one of them."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tools", site))),
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, site))),
                                 "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if cpu:     # a rehearsal shares the CPUs with whatever else is run on them
         environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, str(ROOT / "tools" / "gpu_check_parts.py"), part, "--out", str(out), "--work", str(work),
+    command = [sys.executable, "-m", "tools.gpu_check.parts", part, "--out", str(out), "--work", str(work),
                *(["--cpu"] if cpu else [])]
     began = time.monotonic()
     fault = ""

@@ -30,7 +30,7 @@ class Encoder:
     """The other process."""
 
     def __init__(self, check: Check, fd: int) -> None:
-        command = [sys.executable, __file__, str(fd), *(["--cpu"] if check.cpu else [])]
+        command = [sys.executable, "-m", __spec__.name, str(fd), *(["--cpu"] if check.cpu else [])]
         self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True)
         self.pid = self._process.pid

@@ -133,7 +133,7 @@ def checkpoint(check: Check) -> None:
 
 
 def correct(check: Check) -> None:
-    importlib.import_module("gpu_check_correct").measure(check)
+    importlib.import_module("tools.gpu_check.correct").measure(check)
 
 
 def encoder(check: Check) -> None:
@@ -164,15 +164,15 @@ def ratio(check: Check) -> None:
 
 
 def decode(check: Check) -> None:
-    importlib.import_module("gpu_check_decode").measure(check)
+    importlib.import_module("tools.gpu_check.decode").measure(check)
 
 
 def handover(check: Check) -> None:
-    importlib.import_module("gpu_check_handover").measure(check)
+    importlib.import_module("tools.gpu_check.handover").measure(check)
 
 
 def serve(check: Check) -> None:
-    importlib.import_module("gpu_check_serve").measure(check)
+    importlib.import_module("tools.gpu_check.serve").measure(check)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""A fleet by discrete events over the daemon's own router."""

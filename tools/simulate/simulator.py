@@ -1,7 +1,8 @@
 """Discrete events over the daemon's own queue, router and time models.
 
-Nothing of `epdd.dispatch` is copied: `Router` decides here as it does in the daemon, and `epdd.emulated_time.Timeline` keeps the
-encoders' time as it does in emulated workers.  Only time itself, requests and deaths are made here.  Not covered:
+Nothing of `epdd.dispatch` is copied: `Router` decides here as it does in the daemon, and `epdd.emulated_time.Timeline`
+keeps the encoders' time as it does in emulated workers.  Only time itself, requests and deaths are made
+here.  Not covered:
 text work, leases and the arena, prefill and decode, and what handing over costs.
 """
 

@@ -1,0 +1,1 @@
+"""Load with known answers under faults, hostile clients or a killed daemon."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 STOP_S = 60.0
 SETTINGS = """\

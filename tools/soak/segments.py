@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -92,7 +91,7 @@ class Floors:
 async def hostile_clients(port: int) -> AsyncIterator[Hostiles]:
     """Their process, doing nothing until told."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).with_name("soak_hostile.py")), stdin=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "tools.soak.hostile", stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE, limit=1 << 24)
     try:
         yield Hostiles(process, port)

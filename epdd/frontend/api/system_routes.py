@@ -10,10 +10,11 @@ from aiohttp import web
 from epdd import __version__
 from epdd.frontend.api import openapi
 from epdd.frontend.api.answers import model_card
-from epdd.frontend.context import Context, States
+from epdd.frontend.context import Context
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.requests import completion_requests
 from epdd.ops import exposition
+from epdd.ops.status import States
 
 
 class Pages:

@@ -1,0 +1,1 @@
+"""HTTP below the endpoints: connections, bodies, keys, errors as answers, event streams."""

@@ -1,7 +1,7 @@
 """What clients may send: one definition that validates bodies (`request_validation.py`) and that `/openapi.json` shows.
 
-Rules that need more than one field, or the checkpoint, are in `completion_requests.py`.  null is the same as absent everywhere.
-Fields of completions that are refused or have no effect here are in `field_table.py`.
+Rules that need more than one field, or the checkpoint, are in `completion_requests.py`.  null is the same as absent
+everywhere.  Fields of completions that are refused or have no effect here are in `field_table.py`.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import DeviceError, OutOfMemory
-from epdd.worker.bootstrap import name_thread
 from epdd.worker.gpu import pixels
 from epdd.worker.gpu.transfer import Transfer
 from epdd.worker.kernels import cuda
 from epdd.worker.process.loop import Send, failed
+from epdd.worker.process.thread_name import name_thread
 from epdd.worker.vision import backends
 from epdd.worker.vision.decode_image import Pixels
 from epdd.worker.vision.encoder import Encoder, Job

@@ -1,4 +1,4 @@
-"""Products of many float32 rows, and attention within segments of them, by AMX: up to twice as fast as torch.
+"""Products of many float32 rows by AMX: up to twice as fast as torch.
 
 AMX multiplies bfloat16 only.  A float32 is the sum of three of them, exactly, and six of their nine products hold the
 float32 product but for 2^-24 (Henry, Tang and Heinecke, arXiv 1904.06376), so results are as near as torch's own.
@@ -7,31 +7,19 @@ float32 product but for 2^-24 (Henry, Tang and Heinecke, arXiv 1904.06376), so r
 from __future__ import annotations
 
 import ctypes
-import functools
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import nn
 
 from epdd.worker.kernels import native
 from epdd.worker.kernels.native import Matrix
-from epdd.worker.vision.grids import Segments
 
 
 class Activation(IntEnum):
     """What may end a product; the numbers are library.h's."""
 
     NONE, GELU_TANH, SILU = range(3)
-
-
-class Heads(ctypes.Structure):
-    """Attention's operands as library.h has them."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out")),
-                *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride", "count", "size",
-                                                     "segments")),
-                ("lengths", ctypes.c_void_p), ("scaling", ctypes.c_float)]
 
 
 def missing() -> str:
@@ -69,30 +57,3 @@ class Linear(nn.Module):  # type: ignore[misc]
                                            self.activation):
             raise MemoryError(f"no memory for a product of {tuple(rows.shape)}")
         return out
-
-
-def attend_in(tower: Any) -> None:
-    """Put `attend` into the blocks of a float32 vision tower."""
-    for block in tower.blocks:
-        block.attn.attend = functools.partial(attend, block.attn.scaling)
-
-
-def attend(scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-           segments: Segments) -> torch.Tensor:
-    """float32 [n, heads, head_dim] of each to the same shape, each segment to itself.
-
-    Raises MemoryError, and RuntimeError on other rows than the segments'.
-    """
-    n, count, size = query.shape
-    if query.dtype is not torch.float32 or sum(segments.lengths) != n:
-        raise RuntimeError(f"{n} rows of {query.dtype} in segments of {sum(segments.lengths)} of float32")
-    query, key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (query, key, value))
-    out = torch.empty(n, count, size)
-    lengths = segments.lengths_tensor
-    heads = Heads(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), query.stride(0), key.stride(0),
-                  value.stride(0), count, size, len(lengths), lengths.data_ptr(), scaling)
-    library = native.library()
-    assert library is not None
-    if n and not library.epdd_flash(ctypes.byref(heads)):
-        raise MemoryError(f"no memory for attention of {n} rows")
-    return out

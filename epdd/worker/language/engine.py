@@ -226,7 +226,8 @@ class Engine(Intake[Request]):
         ids = torch.tensor(batch_inputs.ids(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
-        hidden = self._hidden(embeds, batch_inputs.positions(batch).to(self._device), plan, **batch_inputs.splice(batch, embeds))
+        hidden = self._hidden(embeds, batch_inputs.positions(batch).to(self._device), plan,
+                              **batch_inputs.splice(batch, embeds))
         wanted = batch_inputs.wanted(batch)
         if not wanted:
             return Logits(hidden.new_zeros(0, 0), [], [])

@@ -1,0 +1,1 @@
+"""A worker as a process: its loop, what it is bound to, what it reads ahead."""

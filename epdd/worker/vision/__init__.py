@@ -1,0 +1,1 @@
+"""Image files to embeddings: decoding, patches, the vision tower."""

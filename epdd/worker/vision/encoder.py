@@ -20,8 +20,8 @@ import torch
 from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
-from epdd.worker.bootstrap import name_thread
 from epdd.worker.process.loop import Send, failed
+from epdd.worker.process.thread_name import name_thread
 from epdd.worker.vision import backends, decode_image, preprocess
 from epdd.worker.vision.backends import choice, remembered
 from epdd.worker.vision.grids import Grid

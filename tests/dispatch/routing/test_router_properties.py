@@ -1,10 +1,8 @@
 """What no fleet, traffic, policy or death may break, on the simulator's engine over the real router."""
 
 import math
-import sys
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +10,9 @@ from hypothesis import strategies as st
 
 from epdd.dispatch.routing.router import cpu_budget
 from epdd.emulated_time import EncoderGroup, Formula, Slow
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from tools.simulate import scenarios  # noqa: E402
-from tools.simulate.comparison import BY_NAME  # noqa: E402
-from tools.simulate.simulator import Death, Encoder, Request, Rule, simulate  # noqa: E402
+from tools.simulate import scenarios
+from tools.simulate.comparison import BY_NAME
+from tools.simulate.simulator import Death, Encoder, Request, Rule, simulate
 
 POLICIES = ["budget", "earliest", "least-loaded", "round-robin", "gpu-only"]
 

@@ -58,8 +58,10 @@ def fields(kind: Any, **known: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]
 
 MESSAGES = st.lists(MESSAGE, max_size=3) | JSON
 BODIES = {
-    "chat": (fields(ChatBody, messages=MESSAGES), lambda body, strict: completion_requests.parse(body, FAMILY, ("m",), strict)),
-    "text": (fields(CompletionBody), lambda body, strict: completion_requests.parse_text(body, FAMILY, ("m",), strict)),
+    "chat": (fields(ChatBody, messages=MESSAGES),
+             lambda body, strict: completion_requests.parse(body, FAMILY, ("m",), strict)),
+    "text": (fields(CompletionBody),
+             lambda body, strict: completion_requests.parse_text(body, FAMILY, ("m",), strict)),
     "tokenize": (fields(TokenizeBody, messages=MESSAGES),
                  lambda body, strict: request_validation.parse(body, TokenizeBody, strict)),
     "detokenize": (fields(DetokenizeBody), lambda body, strict: request_validation.parse(body, DetokenizeBody, strict)),

@@ -15,7 +15,7 @@ from epdd.frontend.requests.field_table import HARMLESS, REFUSED, TAKEN
 from epdd.frontend.requests.schema import ChatBody, CompletionBody
 
 CHAT, TEXT = frozenset(ChatBody.__struct_fields__), frozenset(CompletionBody.__struct_fields__)
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fields.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "fields.md"
 
 
 def chat(family: Family, strict: bool = False, **sent: Any) -> completion_requests.Chat:

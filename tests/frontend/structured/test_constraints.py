@@ -71,7 +71,8 @@ def test_every_spelling(kind: str, sent: dict[str, Any]) -> None:
 
 def test_both_endpoints_take_them(family: Family) -> None:
     for sent in (all[0] for all in SPELLINGS.values()):
-        chat = completion_requests.parse(orjson.dumps({"messages": [{"role": "user", "content": "a"}], **sent}), family, ("m",))[0]
+        chat = completion_requests.parse(orjson.dumps({"messages": [{"role": "user", "content": "a"}], **sent}), family,
+                                         ("m",))[0]
         text = completion_requests.parse_text(orjson.dumps({"prompt": "a", **sent}), family, ("m",))[0]
         assert chat.sampling.grammar == text.sampling.grammar == text.structure.grammar != ""
 

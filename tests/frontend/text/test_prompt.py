@@ -127,7 +127,7 @@ def test_prompts_cut_to_their_last_tokens() -> None:
 
 
 def test_the_demo_model_too() -> None:
-    folder = Path(completion_requests.__file__).parents[1] / "demo"
+    folder = Path(completion_requests.__file__).parents[2] / "demo"
     if not (folder / "tokenizer.json").is_file():
         pytest.skip("the demo model is not built")
     transformers = pytest.importorskip("transformers")

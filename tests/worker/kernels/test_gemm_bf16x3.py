@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from epdd.worker.kernels import gemm_bf16x3
 from epdd.worker.kernels.gemm_bf16x3 import Activation
+from epdd.worker.vision import segment_attention
 from epdd.worker.vision.grids import Segments, segments
 
 pytestmark = pytest.mark.skipif(gemm_bf16x3.missing() != "", reason=gemm_bf16x3.missing())
@@ -91,7 +92,7 @@ def test_what_is_not_float32_is_refused() -> None:
         with pytest.raises(RuntimeError):
             swapped(rows)
     with pytest.raises(RuntimeError):
-        gemm_bf16x3.attend(1.0, *torch.randn(50, 3, 2, 72).unbind(1), of_lengths(50, 1))
+        segment_attention.attend(1.0, *torch.randn(50, 3, 2, 72).unbind(1), of_lengths(50, 1))
 
 
 def test_what_is_no_number_stays_with_its_row() -> None:
@@ -125,7 +126,7 @@ def test_attention_is_float32s(threads: int, heads: int, size: int, lengths: tup
     torch.manual_seed(size)
     joint = torch.randn(sum(lengths), 3, heads, size)
     joint[:, 0] *= 3        # some keys stand out
-    found = gemm_bf16x3.attend(size ** -0.5, *joint.unbind(1), of_lengths(*lengths))
+    found = segment_attention.attend(size ** -0.5, *joint.unbind(1), of_lengths(*lengths))
     wanted = attended(joint, lengths, size ** -0.5)
     for one, other in zip(found.split(lengths), wanted.split(lengths)):
         assert error(one, other) < NEAR
@@ -138,14 +139,14 @@ def test_any_segments_attend_to_themselves(lengths: list[int], size: int, streng
     torch.manual_seed(seed)
     joint = torch.randn(sum(lengths), 3, 2, size)
     joint[:, 0] *= strength     # all weights alike, or nearly one key's alone
-    found = gemm_bf16x3.attend(1.0, *joint.unbind(1), of_lengths(*lengths))
+    found = segment_attention.attend(1.0, *joint.unbind(1), of_lengths(*lengths))
     # Scores of some thousand are right to a hundred-thousandth, and so are weights then.
     assert error(found, attended(joint, tuple(lengths), 1.0)) < (NEAR if strength <= 1 else 3e-5)
 
 
 def test_an_image_with_nan_leaves_the_others_alone() -> None:
     joint = torch.randn(150, 3, 2, 72)
-    sound = gemm_bf16x3.attend(0.1, *joint.unbind(1), of_lengths(50, 100))
+    sound = segment_attention.attend(0.1, *joint.unbind(1), of_lengths(50, 100))
     joint[3, 2, 1, 9] = math.nan
-    spoiled = gemm_bf16x3.attend(0.1, *joint.unbind(1), of_lengths(50, 100))
+    spoiled = segment_attention.attend(0.1, *joint.unbind(1), of_lengths(50, 100))
     assert spoiled[:50, 1, 9].isnan().all() and torch.equal(spoiled[50:], sound[50:])

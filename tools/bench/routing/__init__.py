@@ -1,0 +1,1 @@
+"""What policies do with a fleet, and what a decision costs."""

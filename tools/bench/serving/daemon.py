@@ -168,7 +168,8 @@ async def burst(session, url, count, port):
     bodies = [body(True, 16) for _ in range(count)]
 
     async def while_looking(work):
-        looker = subprocess.Popen([sys.executable, __file__, "--look", "--port", str(port)], stdout=subprocess.PIPE)
+        looker = subprocess.Popen([sys.executable, "-m", __spec__.name, "--look", "--port", str(port)],
+                                  stdout=subprocess.PIPE)
         await asyncio.sleep(0.5)
         result = await work
         looker.send_signal(signal.SIGTERM)
@@ -214,7 +215,7 @@ def main():
 
 async def run(args):
     sets = ["arena.bytes=67108864", "server.requests_max=1000"]
-    baseline = subprocess.Popen([sys.executable, __file__, "--echo", "--port", str(args.port)])
+    baseline = subprocess.Popen([sys.executable, "-m", __spec__.name, "--echo", "--port", str(args.port)])
     try:
         profile = PROFILE.replace('kind = "cpu"\ncount = 1', f'kind = "cpu"\ncount = {args.workers}')
         async with live.running(profile, sets) as daemon:

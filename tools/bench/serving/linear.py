@@ -1,6 +1,6 @@
 """Does the cost of a request grow with its images, and of a busy server with its streams, and no faster?
 
-    python tools/random_model.py R --shape 100m
+    python -m tools.random_model R --shape 100m
     python -m tools.bench.serving.linear --model R --out linear
 
 One request with 1, 2, 4 ... images, new ones each time: seconds to its first token, and the CPU seconds that daemon,

@@ -2,7 +2,8 @@
 
     python -m tools.bench.serving.one_process --model FOLDER --set encoder.workers=1 --set pd.workers=1
 
-The baseline of tools/bench/serving/serve.py.  The daemon is the real one and sees two workers, which it seats on the same CPUs.
+The baseline of tools/bench/serving/serve.py.  The daemon is the real one and sees two workers, which it puts on the
+same CPUs.
 In truth the encoder's process hands its socket to the prefill-decode worker's and only waits; that one runs both roles
 as they are and takes turns: an image (or a few small ones together), then a step of the language model.
 """
@@ -129,5 +130,5 @@ def take_turns(members, readable, beat_s):
 if __name__ == "__main__":
     placement.plan = plan
     # Named by its module, not as __main__, so that the fork server's children can import it.
-    epdd.daemon.ForkServer = partial(ForkServer, target="one_process")
+    epdd.daemon.ForkServer = partial(ForkServer, target="tools.bench.serving.one_process")
     sys.exit(epdd.daemon.main())

@@ -1,9 +1,9 @@
 """One load against any OpenAI-compatible server, and servers side by side on the same checkpoint and the same CPUs.
 
-    python tools/random_model.py R --shape 100m
+    python -m tools.random_model R --shape 100m
     python -m tools.bench.serving.serve run --aiperf A/bin/aiperf --model R --out cmp --rates 0.05 0.1 --start epdd
-    python -m tools.bench.serving.serve run --aiperf A/bin/aiperf --model R --out cmp --rates 0.05 0.1 --start transformers \
-        --python V/bin/python
+    python -m tools.bench.serving.serve run --aiperf A/bin/aiperf --model R --out cmp --rates 0.05 0.1 \
+        --start transformers --python V/bin/python
     python -m tools.bench.serving.serve run --aiperf A/bin/aiperf --model R --out cmp --rates 0.05 0.1 --name other \
         --url http://127.0.0.1:8000
     python -m tools.bench.serving.serve compare cmp
@@ -11,7 +11,8 @@
 `run` measures one server, at each rate of Poisson arrivals and with so many requests always at once (saturation), and
 adds a folder for each, with aiperf's own files, so that a comparison can be made in pieces.  `--start` starts it too:
 `epdd`; `one-process`, epdd's parts in one process as colocated servers have them (tools/bench/serving/one_process.py);
-`transformers`, transformers' own server (tools/bench/serving/transformers_serve.py), from a venv with `transformers[serving]`.
+`transformers`, transformers' own server (tools/bench/serving/transformers_serve.py), from a venv with
+`transformers[serving]`.
 `compare` makes tables and plots of what is there: TTFT and TPOT (a request's mean time between tokens), the gaps
 between tokens one by one, throughput, and ratios to the first server.
 """
@@ -39,14 +40,15 @@ def server(args: argparse.Namespace) -> launch.Server:
     """The server of `--start`, not started yet."""
     if args.start == "transformers":
         port = launch.free_port()
-        command = [args.python, "tools/bench/serving/transformers_serve.py", args.model, "--host", "127.0.0.1", "--port", str(port),
+        command = [args.python, "-m", "tools.bench.serving.transformers_serve", args.model, "--host", "127.0.0.1",
+                   "--port", str(port),
                    "--device", "cpu", "--dtype", args.dtype]
         return launch.Server(command, f"http://127.0.0.1:{port}", args.cpus)
     settings = [f"model.dtype={args.dtype}", *args.set]
     if args.start == "epdd":
         return launch.Daemon("--model", args.model, settings=settings, cpus=args.cpus)
     return launch.Daemon("--model", args.model, settings=["encoder.workers=1", "pd.workers=1", *settings],
-                         cpus=args.cpus, program=["tools/bench/serving/one_process.py"])
+                         cpus=args.cpus, program=["-m", "tools.bench.serving.one_process"])
 
 
 @contextmanager

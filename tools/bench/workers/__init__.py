@@ -1,0 +1,1 @@
+"""What one worker takes: encoding, decoding, loading, handing over."""

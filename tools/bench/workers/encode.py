@@ -38,7 +38,7 @@ from tools.bench.workers.towers import MODELS, build, family_of, jpeg, module_cl
 from epdd import families
 from epdd.worker.kernels import gemm_bf16x3, mkl
 from epdd.worker.kernels.onednn import PackedLinear
-from epdd.worker.vision import preprocess
+from epdd.worker.vision import preprocess, segment_attention
 from epdd.worker.vision.backends import amx, cosine, cpu, relative_error
 from epdd.worker.vision.decode_image import decode
 from epdd.worker.vision.tower import ImageAttention, Tower
@@ -119,7 +119,8 @@ class Limit:
         for name, segments in self._segments.items():
             times.take(("plain", name), lambda: ImageAttention.attend(self._attention, *operands, segments))
             if self._split:
-                times.take(("split", name), lambda: gemm_bf16x3.attend(self._attention.scaling, *operands, segments))
+                times.take(("split", name),
+                           lambda: segment_attention.attend(self._attention.scaling, *operands, segments))
         for _ in range(4):
             times.take("scores", lambda: torch.bmm(self._query, self._key.transpose(1, 2)))
             times.take("values", lambda: torch.bmm(self._scores, self._value))

@@ -89,7 +89,7 @@ async def handovers(folder, huge_pages, repeats, answering=False):
     `answering`: an answer is being written meanwhile, a token each TOKEN_S from the reader to this process.
     """
     size = -(-max(map(sum, SIZES.values())) // arena.HUGE) * arena.HUGE
-    server, fd = ForkServer(["epdd.worker.preload", "handover_worker"]), arena.create(size)
+    server, fd = ForkServer(["epdd.worker.preload", "tools.bench.workers.handover_worker"]), arena.create(size)
     ends, files = {}, {role: folder / f"{role} {huge_pages} {answering}" for role in ("encoder", "pd")}
     cpus = sorted(os.sched_getaffinity(0))
     for role, cpu, part in (("encoder", cpus[0], (0, size)), ("pd", cpus[-1], (0, 0))):     # bound apart, as placed

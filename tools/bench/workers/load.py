@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="epdd-load-") as scratch:
         folders = {"bfloat16": Path(scratch, "plain"), "fp8": Path(scratch, "fp8")}
-        subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), folders["bfloat16"],
+        subprocess.run([sys.executable, "-m", "tools.random_model", folders["bfloat16"],
                         "--shape", args.shape, "--dtype", "bfloat16"], check=True)
         quantise(folders["bfloat16"], folders["fp8"])
         found: dict[str, list[list[float]]] = {kind: [] for kind in folders}

@@ -9,6 +9,7 @@ from torch import nn
 
 from epdd.worker.kernels import gemm_bf16x3, onednn
 from epdd.worker.kernels.gemm_bf16x3 import Activation
+from epdd.worker.vision import segment_attention
 from epdd.worker.vision.backends import Run
 from epdd.worker.vision.backends.cpu import Plain, end_with_activation
 from epdd.worker.vision.tower import Tower
@@ -27,7 +28,7 @@ class Amx(Plain):
         return gemm_bf16x3.missing()
 
     def prepare(self, tower: Tower) -> Run:
-        gemm_bf16x3.attend_in(tower.module)
+        segment_attention.attend_in(tower.module)
         for block in tower.module.blocks:
             block.mlp = end_with_activation(block.mlp, nn.Linear,
                                             partial(gemm_bf16x3.Linear, activation=Activation.GELU_TANH),

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from epdd.worker.kernels import gemm_bf16x3, onednn
+from epdd.worker.vision import segment_attention
 from epdd.worker.vision.backends import Planes, Run, cosine, relative_error
 from epdd.worker.vision.tower import Tower
 
@@ -69,7 +70,7 @@ class Int8(Prepacked):
         embed = tower.module.patch_embed
         onednn.pack(embed)
         if tower.dtype is torch.float32 and not gemm_bf16x3.missing():
-            gemm_bf16x3.attend_in(tower.module)
+            segment_attention.attend_in(tower.module)
         # Names, not layers: each one's old weights must be freed before the next ones are made.
         places = [(parent, name) for parent in tower.module.modules() for name, child in parent.named_children()
                   if isinstance(child, nn.Linear) and parent is not embed]

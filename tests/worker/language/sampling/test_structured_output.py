@@ -31,7 +31,8 @@ SEE = {"type": "function", "function": {"name": "see"}}
 
 
 def grammar(schema: dict[str, Any]) -> str:
-    return structured_output.parse({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}).grammar
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return structured_output.parse({"response_format": form}).grammar
 
 
 def tools(**fields: Any) -> str:

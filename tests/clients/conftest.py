@@ -58,7 +58,7 @@ def run(facts):
     def run(*command, **others):
         command = list(map(str, command))
         ended = subprocess.run(command, input=json.dumps(facts | others), capture_output=True, text=True,
-                               timeout=CLIENT_S, cwd=venvs.HERE)
+                               timeout=CLIENT_S, cwd=venvs.PROGRAMS)
         assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
     return run

@@ -64,7 +64,7 @@ def test_bench_serve(installed, daemon, tmp_path):
 
 def test_vllm_bench_serve(installed, daemon, tmp_path):
     measured([
-        installed("vllm") / "bin" / "python", venvs.HERE / "with_vllm.py", "--backend", "openai-chat",
+        installed("vllm") / "bin" / "python", venvs.PROGRAMS / "with_vllm.py", "--backend", "openai-chat",
         "--endpoint", "/v1/chat/completions", "--base-url", daemon.url(""), "--tokenizer", TOKENIZER,
         "--dataset-name", "random-mm", "--num-prompts", REQUESTS, "--random-input-len", 40,
         "--random-output-len", TOKENS, "--random-mm-base-items-per-request", IMAGES,

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PINS = HERE / "pins"
+PROGRAMS = HERE / "programs"
 NAMES = ("langchain", "node", "litellm", "aiperf", "vllm")
 INSTALL_S = 600
 
@@ -29,7 +31,7 @@ def cache():
 
 def place(name):
     """The environment's folder: another one for each set of versions, Python and place of epdd's own packages."""
-    pins = HERE / ("package-lock.json" if name == "node" else f"{name}.txt")
+    pins = PINS / ("package-lock.json" if name == "node" else f"{name}.txt")
     key = hashlib.sha256(pins.read_bytes() + f"{sys.version} {sysconfig.get_path('purelib')}".encode())
     return cache() / f"{name}-{key.hexdigest()[:12]}"
 
@@ -68,14 +70,14 @@ def _pip(name, folder):
         site = next(folder.glob("lib/python*/site-packages"))
         (site / "epdd.pth").write_text(sysconfig.get_path("purelib") + "\n")
     # The pins are complete: nothing is left to resolve, and modules are compiled when they are used.
-    _run(folder / "bin" / "pip", "install", "--quiet", "--no-deps", "--no-compile", "-r", HERE / f"{name}.txt")
+    _run(folder / "bin" / "pip", "install", "--quiet", "--no-deps", "--no-compile", "-r", PINS / f"{name}.txt")
 
 
 def _npm(folder):
     if not shutil.which("npm"):
         raise Unavailable("npm is missing")
     for file in ("package.json", "package-lock.json"):
-        shutil.copy(HERE / file, folder)
+        shutil.copy(PINS / file, folder)
     _run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder)
 
 

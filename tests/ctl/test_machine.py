@@ -17,7 +17,7 @@ from epdd.hardware.topology import Cpu, Link, NumaNode, Topology
 from epdd.settings.config import Config
 from tests.ctl.fake_daemon import FakeDaemon
 from tests.ctl.snapshot import snapshot, worker
-from tests.machines import FAMILY, GIB, machine
+from tests.placement.machines import FAMILY, GIB, machine
 from tests.placement.test_placement_any import topologies
 
 NO_DAEMON = ["--socket", "/nowhere/admin.sock"]

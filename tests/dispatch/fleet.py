@@ -19,13 +19,13 @@ from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State
 from epdd.settings.config import Config
 from epdd.wire import Done, Sampling, Tokens, WorkerSpec
-from tests.fake_worker import fingerprint
+from tests.fleet.fake_worker import fingerprint
 
 GUARD_S = 400       # a hang: what takes a second has taken more than one minute on a busy machine
 ROWS = 16
 FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
                 context_max=4096, vocab=1000, eos_ids=(0,))
-FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fake_worker")
+FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fleet.fake_worker")
 
 
 @dataclass

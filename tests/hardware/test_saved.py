@@ -14,7 +14,7 @@ from epdd.hardware.topology import EFFICIENCY, Gpu, ranges
 from epdd.settings.config import Config
 from tests.hardware import nvml, recorded
 from tests.hardware.trees import tree
-from tests.machines import FAMILY, GIB
+from tests.placement.machines import FAMILY, GIB
 
 if not (recorded.ARCHIVES / "expected.json").is_file():
     pytest.skip("no recorded topologies at ../shared/topology", allow_module_level=True)

@@ -10,7 +10,7 @@ from epdd.hardware import saved
 from epdd.hardware.probe import probe
 from epdd.hardware.topology import Cache, HugePages, Link
 from tests.hardware.trees import tree, two_nodes
-from tests.machines import machine
+from tests.placement.machines import machine
 
 
 def test_what_was_saved_is_loaded(tmp_path):

@@ -7,7 +7,7 @@ from epdd.arena import HUGE
 from epdd.errors import PlacementError
 from epdd.hardware.topology import Cpu, HugePages, NumaNode, Topology, ranges
 from epdd.settings.config import Config
-from tests.machines import FAMILY, GIB, machine
+from tests.placement.machines import FAMILY, GIB, machine
 
 ARENA = 4 * GIB
 

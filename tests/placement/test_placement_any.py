@@ -13,7 +13,7 @@ from epdd.hardware import sysfs
 from epdd.hardware.topology import Cpu, Gpu, NumaNode, Topology, ranges
 from epdd.settings.config import Config
 from epdd.settings.worker_overrides import Wish
-from tests.machines import FAMILY, GIB
+from tests.placement.machines import FAMILY, GIB
 
 ARENA = 4 * GIB
 

@@ -9,7 +9,7 @@ from epdd.errors import PlacementError
 from epdd.hardware.topology import NumaNode, ranges
 from epdd.settings.config import Config
 from epdd.settings.worker_overrides import Wish
-from tests.machines import FAMILY, GIB, machine
+from tests.placement.machines import FAMILY, GIB, machine
 
 ARENA = 4 * GIB
 

@@ -9,7 +9,7 @@ from epdd.errors import PlacementError
 from epdd.hardware.topology import Link
 from epdd.placement.memory import peers
 from epdd.settings.config import Config
-from tests.machines import FAMILY, GIB, machine
+from tests.placement.machines import FAMILY, GIB, machine
 
 # As Qwen3-VL-8B has them.
 LARGE = replace(FAMILY, hidden=4096, planes=4, max_pixels=1 << 24, vision_width=1152, vocab=151936, context_max=262144,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from epdd.arena import Mapping
 from epdd.worker.process import affinity
-from tests.fake_worker import FakeWorker
+from tests.fleet.fake_worker import FakeWorker
 
 TOUCHED_BYTES = 8 << 20
 

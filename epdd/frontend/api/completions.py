@@ -127,7 +127,7 @@ class Completions(ABC):
 
         Not before: a client that sends half a body would keep others out at no cost.
         """
-        body = await self._bodies.read(http, request_validation)
+        body = await self._bodies.read(http, reading)
         stack.enter_context(self._context.admission.enter())
         record.accept()
         return body
@@ -135,8 +135,8 @@ class Completions(ABC):
     async def _parsed(self, kind: type[msgspec.Struct], understand: Callable[..., T], body: bytearray) -> T:
         """What `understand`, of `completion_requests.py`, makes of a body."""
         context, size = self._context, len(body)
-        asked, ignored = await off_loop(self._executor, size, request_validation.parse, body, kind, context.config.server.strict,
-                                        self._limits)
+        asked, ignored = await off_loop(self._executor, size, request_validation.parse, body, kind,
+                                        context.config.server.strict, self._limits)
         if structured_output.wanted(asked):
             size = INLINE_BYTES + 1
         return await off_loop(self._executor, size, understand, asked, ignored, context.family, context.model_names)

@@ -39,7 +39,7 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosni
 
 def add(router: web.UrlDispatcher, context: Context) -> None:
     """The page at `/`, what belongs to it below `/page/`, and `/status`."""
-    for file in sorted(_FILES.iterdir()):
+    for file in sorted(path for path in _FILES.rglob("*") if path.is_file()):
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
         router.add_get(path, _Static(file.suffix, file.read_bytes()).get)
     examples = _EXAMPLES if Path(context.family.folder) == DEMO else ()

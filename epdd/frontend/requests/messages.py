@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from epdd.errors import BadRequest
-from epdd.frontend.requests import request_validation
+from epdd.frontend.http import json_cost
 from epdd.frontend.requests.schema import ChatBody, ChatMessage, ImagePart, InputImage, Part, RefusalPart, TokenizeBody
 
 # Fields of a message that templates read, and under which name; all others that SDKs echo back (refusal,
@@ -119,7 +119,7 @@ def _tool_call(call: Any, where: str) -> _Json:
     if isinstance(arguments, str):
         # The API carries arguments as JSON text, templates want the object and write JSON themselves.  In the body it
         # may have been spelt so that `request_validation.py` could not count what is in it.
-        request_validation.check_work(arguments.encode(), f"{where}.function.arguments")
+        json_cost.check(arguments.encode(), f"{where}.function.arguments")
         try:
             parsed = orjson.loads(arguments)
         except orjson.JSONDecodeError:

@@ -16,14 +16,11 @@ import orjson
 from msgspec import inspect
 
 from epdd.errors import BadRequest
+from epdd.frontend.http import json_cost
 from epdd.frontend.requests import fields, inline_files
 from epdd.frontend.requests.inline_files import Limits
 
-WORK_MAX = 800_000          # what parsing may cost, by the weights below: 50 ms
 FIELDS_MAX = 1000           # of the body itself
-# Objects and lists cost the most, names of objects next; a number is cheap.  Marks inside text count as well: log lines
-# or JSON that fill a context of 256,000 tokens stay below the limit.
-_WEIGHTS = ((b"[", 9), (b"{", 9), (b":", 3), (b'"', 1), (b'\\"', -1), (b",", 1))
 _NAME_CHARS_MAX = 100       # of what a message quotes
 _VALUE_OF = "a value of "
 
@@ -58,14 +55,8 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: Limits =
         _refuse(str(error), kind, data)
 
 
-def check_work(text: bytes | bytearray, what: str) -> None:
-    """Raises BadRequest if parsing the JSON would hold the interpreter, and with it the event loop, for long."""
-    if sum(weight * text.count(mark) for mark, weight in _WEIGHTS) > WORK_MAX:
-        raise BadRequest(f"{what} has too many JSON elements")
-
-
 def _loads(lifted: inline_files.Lifted) -> Any:
-    check_work(lifted.text, "The body")
+    json_cost.check(lifted.text, "The body")
     try:
         return orjson.loads(lifted.text)
     except orjson.JSONDecodeError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from epdd.errors import BadRequest
-from epdd.frontend.requests import request_validation
+from epdd.frontend.http import json_cost
 from epdd.frontend.structured import gbnf
 from epdd.frontend.structured.tool_schema import REGEX_CHARS_MAX, schema
 
@@ -107,7 +107,7 @@ def _form(param: str, kind: str, value: Any) -> Form:
 def _schema(value: Any, param: str) -> _Json:
     """As an object, or as a string of JSON."""
     if isinstance(value, str):
-        request_validation.check_work(value.encode(), param)
+        json_cost.check(value.encode(), param)
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:

@@ -33,7 +33,7 @@ from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import AddressTaken, ConfigError, StartupError
 from epdd.families import weights
-from epdd.fleet.placement_watcher import Seating
+from epdd.fleet.placement_watcher import PlacementWatcher
 from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
@@ -143,7 +143,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL("libc.so.6")
 
 
-def _request_log(settings: config.Log) -> RequestLog | None:
+def _request_log(settings: config.LogSettings) -> RequestLog | None:
     if not settings.requests:
         return None
     return RequestLog(Path(settings.requests), settings.requests_bytes_max, settings.requests_kept)
@@ -172,7 +172,7 @@ class Daemon:
         self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes, reserved_pages), settings.fleet,
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
-        self._seating = Seating(self._supervisor, plan)
+        self._seating = PlacementWatcher(self._supervisor, plan)
         self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
         self._history = History()
         self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
@@ -308,7 +308,7 @@ class Daemon:
         logger.info("reloaded level=%s", fresh.log.level)
         return "reloaded"
 
-    def _route(self, router: config.Router) -> None:
+    def _route(self, router: config.RouterSettings) -> None:
         """Route by these settings from now on."""
         before, now = (" ".join(f"{key}={value}" for key, value in asdict(each).items())
                        for each in (self._encoding.settings, router))
@@ -320,7 +320,7 @@ class Daemon:
 
         Raises ConfigError.
         """
-        asked = {field.name: request[field.name] for field in fields(config.Router) if field.name in request}
+        asked = {field.name: request[field.name] for field in fields(config.RouterSettings) if field.name in request}
         if asked.get("ratio") == "auto":
             asked["ratio"] = Config().router.ratio
         if asked:

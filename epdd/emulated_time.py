@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 Seconds = Annotated[float, Meta(ge=0, le=1e5)]
 Factor = Annotated[float, Meta(ge=1e-3, le=1e3)]
 SCALE_MIN, SCALE_MAX = 1e-3, 1e3
-Scale = Annotated[float, Meta(ge=SCALE_MIN, le=SCALE_MAX)]
-Tokens = Annotated[int, Meta(ge=64, le=1 << 30)]
+SpeedScale = Annotated[float, Meta(ge=SCALE_MIN, le=SCALE_MAX)]
+TokenCount = Annotated[int, Meta(ge=64, le=1 << 30)]
 Samples = Annotated[tuple[tuple[Annotated[int, Meta(ge=1, le=1 << 30)], Seconds], ...], Meta(min_length=1)]
 
 # Patches that an encoder with a formula reports seconds for, as a real one's warm-up does.
@@ -100,8 +100,8 @@ class PrefillDecodeGroup(Group, frozen=True, forbid_unknown_fields=True, kw_only
 
     prefill_tokens_per_s: Annotated[float, Meta(gt=0, le=1e9)]
     decode: Formula                     # seconds of a step, n being the sequences that decode in it
-    kv_tokens: Tokens
-    context_max: Tokens
+    kv_tokens: TokenCount
+    context_max: TokenCount
 
     def step_seconds(self, prefill: int, decoding: int) -> float:
         """Seconds of a step of `prefill` prompt tokens and `decoding` sequences.
@@ -113,7 +113,7 @@ class PrefillDecodeGroup(Group, frozen=True, forbid_unknown_fields=True, kw_only
                 + self.decode.seconds(decoding) - self.decode.a)
 
 
-class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EmulatedModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What gives embeddings their true size where no real model makes them; sizes of images in pixels."""
 
     hidden: Annotated[int, Meta(ge=1, le=1 << 17)]
@@ -136,7 +136,7 @@ class Pace(Struct, frozen=True, kw_only=True):
     scale: float                        # how many times faster than the profile says
     seed: int                           # of the jitter
     group: EncoderGroup | PrefillDecodeGroup
-    model: Model | None                 # with answers = "rows"
+    model: EmulatedModel | None                 # with answers = "rows"
     text: tuple[int, ...]               # token ids that a PD worker says with answers = "rows"
 
 

@@ -113,7 +113,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words: tuple[tuple[int, int, int], ...] = ()
 
 
-class Pool(msgspec.Struct, frozen=True):
+class GpuPool(msgspec.Struct, frozen=True):
     """Memory of an encoder's GPU that other processes can open, for as long as that encoder lives."""
 
     handle: str                     # cudaIpcMemHandle_t in hex
@@ -180,7 +180,7 @@ class OpenArena(msgspec.Struct, tag="open", frozen=True, omit_defaults=True):
     """
 
     arena: int
-    pool: Pool | None = None        # of another arena than 0
+    pool: GpuPool | None = None        # of another arena than 0
 
 
 class CloseArena(msgspec.Struct, tag="close", frozen=True):
@@ -213,7 +213,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     backend: str = ""               # encoder: what computes its products
     trials: tuple[Trial, ...] = ()  # encoder: how the backends did, when they were measured
     parameters: int = 0
-    pool: Pool | None = None        # encoder on a GPU
+    pool: GpuPool | None = None        # encoder on a GPU
     abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
     seconds: float = 0.0            # from spawn to ready
     arena_huge_bytes: int = 0       # of its slice of the arena, that lie in huge pages: read back
@@ -277,7 +277,7 @@ class Cancelled(msgspec.Struct, tag="cancelled", frozen=True):
     id: str
 
 
-class Beat(msgspec.Struct, tag="beat", frozen=True):
+class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
     """Sent by the working loop itself, so that a stuck loop falls silent."""
 
     steps: int                      # units of work done since start
@@ -289,7 +289,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 
 
 ToWorker = Union[Encode, Generate, Cancel, OpenArena, CloseArena]
-FromWorker = Union[Loading, Ready, Opened, Encoded, Prefilled, Tokens, Done, Failed, Cancelled, Beat]
+FromWorker = Union[Loading, Ready, Opened, Encoded, Prefilled, Tokens, Done, Failed, Cancelled, Heartbeat]
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()

@@ -35,7 +35,7 @@ def test_any_cut_gives_the_same_frames(messages, data):
     struct.pack("<II", 2, 0) + b"{}",
     struct.pack("<II", 3, 0) + b"\x80\x04.",                            # a pickle is just bad JSON here
     struct.pack("<II", 18, 0) + b'{"type":"encode"}\n',                 # fields missing
-    wire.pack(wire.Beat(1)),                                            # the other direction's message
+    wire.pack(wire.Heartbeat(1)),                                            # the other direction's message
 ])
 def test_malformed_frames_are_refused(frame):
     with pytest.raises(ProtocolError):
@@ -49,7 +49,7 @@ def test_field_types_are_checked():
 
 
 def test_worker_messages_round_trip_however_they_are_cut():
-    sent = [wire.Ready(wire.Binding((0, 1), (0,), 2), "float32", samples=((64, 0.5),)), wire.Beat(3, kv_used=9),
+    sent = [wire.Ready(wire.Binding((0, 1), (0,), 2), "float32", samples=((64, 0.5),)), wire.Heartbeat(3, kv_used=9),
             wire.Tokens("r", (1, 2), (wire.TokenLogprob(-0.5, ((1, -0.5),)),)), wire.Done("r", "stop", 7),
             wire.Failed("", "bad_model", "no weights")]
     stream = b"".join(map(wire.pack, sent))
@@ -62,9 +62,9 @@ def test_worker_messages_round_trip_however_they_are_cut():
 def test_frames_before_a_bad_one_are_taken():
     taken = []
     with pytest.raises(ProtocolError):
-        for message, _ in wire.FrameBuffer(wire.from_worker).feed(wire.pack(wire.Beat(1)) + b"\xff" * 8):
+        for message, _ in wire.FrameBuffer(wire.from_worker).feed(wire.pack(wire.Heartbeat(1)) + b"\xff" * 8):
             taken.append(message)
-    assert taken == [wire.Beat(1)]
+    assert taken == [wire.Heartbeat(1)]
 
 
 def test_a_lease_in_the_hosts_arena_says_nothing_of_arenas():
@@ -76,7 +76,7 @@ def test_a_lease_in_the_hosts_arena_says_nothing_of_arenas():
 
 
 def test_pools_cross_as_text():
-    pool = wire.Pool(bytes(range(64)).hex(), 1 << 30)
+    pool = wire.GpuPool(bytes(range(64)).hex(), 1 << 30)
     for message in (wire.OpenArena(0), wire.OpenArena(7, pool), wire.CloseArena(7)):
         assert list(wire.FrameBuffer(wire.to_worker).feed(wire.pack(message))) == [(message, b"")]
     header, raw = wire.lengths(wire.pack(wire.Opened(7, "no peer access"))[:8])

@@ -19,8 +19,8 @@ OF_VISION = r"\bvisual\."
 VISION, LANGUAGE = "model.visual.", "model.language_model."
 HEAD, EMBEDDING = "lm_head.weight", LANGUAGE + "embed_tokens.weight"
 
-Shape = tuple[int, ...]
-Named = tuple[str, Shape]
+TensorShape = tuple[int, ...]
+Named = tuple[str, TensorShape]
 
 # Tensors that some checkpoints hold beside the weights: rotary tables, which are computed from the settings, and layers
 # that predict more than one token, which are not used.
@@ -48,7 +48,7 @@ DEEPSTACK = [8, 16, 24]
 class Expected:
     """`tied`: HEAD and EMBEDDING are one, and either may be left out."""
 
-    shapes: dict[str, Shape]
+    shapes: dict[str, TensorShape]
     tied: bool
 
 

@@ -15,7 +15,7 @@ from epdd.checkpoint.chat_template import ChatTemplate
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization
 from epdd.errors import ModelError
-from epdd.families import ITEMSIZE, Family
+from epdd.families import ITEMSIZE, ModelInfo
 from epdd.families.files import Fields
 
 # What is put before each tensor's name where not the model itself is saved but what it was wrapped in.
@@ -39,7 +39,7 @@ class Look:
 
     folder: str
     name: str                       # of the model in the API, unless model.name gives another
-    family: Family                  # with its parameters counted
+    family: ModelInfo                  # with its parameters counted
     dtype: str                      # of the weights, dequantised: "bfloat16", "float16" or "float32"
     prompts: PromptFiles = field(repr=False, compare=False)
     quantization: str = "none"      # how the files hold them, in words
@@ -82,7 +82,7 @@ def look(folder: str) -> Look:
                 warnings=tuple(warnings), tensors=tensors)
 
 
-def prompt_files(family: Family) -> PromptFiles:
+def prompt_files(family: ModelInfo) -> PromptFiles:
     """Read from the checkpoint's folder.  Raises ModelError."""
     return PromptFiles(tokenizer.load(family), chat_template.load(Path(family.folder)))
 
@@ -92,7 +92,7 @@ def _name(folder: str) -> str:
     return "epdd-demo" if path == families.DEMO else path.name
 
 
-def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
+def _check(config: Fields, family: ModelInfo, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
     """Raises ModelError unless the tensors, scales aside, are those that config.json asks for."""
     kind, wanted = family.model_type, expected.expected(config)
     scaled = {expected.canonical(kind, name) for name in quantized.scales}
@@ -127,7 +127,7 @@ def _unknown(kind: str, stored: str, tensor: Tensor) -> ModelError:
                       "same checkpoint")
 
 
-def _words(root: Path, family: Family, prompts: PromptFiles) -> tuple[tuple[int, ...], list[str]]:
+def _words(root: Path, family: ModelInfo, prompts: PromptFiles) -> tuple[tuple[int, ...], list[str]]:
     """The tokens that end an answer, by all who have a say, and what is to be warned of.  Raises ModelError."""
     vocabulary, template = prompts.tokenizer, prompts.template
     warnings = []

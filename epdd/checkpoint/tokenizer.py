@@ -8,11 +8,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 
 from epdd.errors import ModelError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.families.files import refuse_pointer
 
 
-def load(family: Family) -> Tokenizer:
+def load(family: ModelInfo) -> Tokenizer:
     """tokenizer.json, made ready for prompts.
 
     Raises ModelError if it is missing, damaged, of another kind, or has other tokens than config.json names.

@@ -134,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _located(args: argparse.Namespace) -> str:
     """The model's folder.  Nothing is downloaded only to be looked at."""
-    wanted = Config(model=config.Model(path=args.model, revision=args.revision))
+    wanted = Config(model=config.ModelSettings(path=args.model, revision=args.revision))
     return hub.located(wanted, download=False).model.path
 
 

@@ -77,7 +77,7 @@ def _topology(args: argparse.Namespace) -> int:
     if workers is None:
         title = "workers as planned"
         try:
-            workers = [picture.Worker(spec.name, spec.device, spec.cpus, spec.numa_node)
+            workers = [picture.DrawnWorker(spec.name, spec.device, spec.cpus, spec.numa_node)
                        for spec in _decide(args, topology).specs]
         except client.CtlError as error:
             # The machine is worth a look most of all where no plan fits it.
@@ -91,8 +91,8 @@ def _running(args: argparse.Namespace) -> list[Any] | None:
     from epdd.ctl import picture
     try:
         workers = client.ask(client.socket_of(args.socket), "status")["workers"]
-        return [picture.Worker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
-                               worker["state"], tuple(worker.get("abilities") or ())) for worker in workers]
+        return [picture.DrawnWorker(worker["name"], worker["device"], tuple(worker["cpus"] or ()), worker["numa_node"],
+                                    worker["state"], tuple(worker.get("abilities") or ())) for worker in workers]
     except client.NotRunning:
         return None
     except KeyError as error:

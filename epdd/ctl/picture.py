@@ -26,7 +26,7 @@ _LINKS = {"NVLink": "NVL", "same board": "BRD", "PCI switch": "PIX", "PCI switch
 
 
 @dataclass(frozen=True)
-class Worker:
+class DrawnWorker:
     name: str
     device: str                     # "cpu" or "cuda:N"
     cpus: tuple[int, ...]
@@ -49,7 +49,7 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ
 
 
-def draw(topology: Topology, workers: Sequence[Worker], title: str, colour: bool = False) -> str:
+def draw(topology: Topology, workers: Sequence[DrawnWorker], title: str, colour: bool = False) -> str:
     """The whole picture; `title` says whose workers these are."""
     picture = _Picture(topology, workers, Paint(colour))
     return "\n".join([*picture.head(), "", *picture.sockets(), *picture.rest(), "", *picture.key(title),
@@ -57,7 +57,7 @@ def draw(topology: Topology, workers: Sequence[Worker], title: str, colour: bool
 
 
 class _Picture:
-    def __init__(self, topology: Topology, workers: Sequence[Worker], paint: Paint) -> None:
+    def __init__(self, topology: Topology, workers: Sequence[DrawnWorker], paint: Paint) -> None:
         self._topology = topology
         self._workers = workers
         self._paint = paint
@@ -128,7 +128,7 @@ class _Picture:
             return self._paint("dim", _FREE)
         return self._paint(on[0].style, on[0].symbol) if len(on) == 1 else _SHARED
 
-    def _worker(self, worker: Worker, here: set[int], node: int | None, width: int) -> list[str]:
+    def _worker(self, worker: DrawnWorker, here: set[int], node: int | None, width: int) -> list[str]:
         on = here.intersection(worker.cpus)
         cores = plural(len({self._cpu[cpu].core for cpu in on}), "core")
         device = worker.device.replace("cuda:", "GPU ").replace("cpu", "CPU")

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, ContextLength, NoWorker, Overloaded
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.fleet.supervisor import Supervisor
 
 
 class Admission:
     """Counts the requests in the house; knows the limits of the living workers."""
 
-    def __init__(self, requests_max: int, supervisor: Supervisor, leases: Leases, family: Family) -> None:
+    def __init__(self, requests_max: int, supervisor: Supervisor, leases: Leases, family: ModelInfo) -> None:
         self._requests_max = requests_max
         self._supervisor = supervisor
         self._leases = leases

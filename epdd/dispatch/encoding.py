@@ -8,19 +8,19 @@ import time
 from dataclasses import dataclass
 from itertools import count
 
-from epdd.dispatch.encoder_cache.leases import Embedding, Leases
-from epdd.dispatch.encoder_cache.transport import Transport
+from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
+from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
 from epdd.dispatch.history import History
 from epdd.dispatch.poison import Poison
 from epdd.dispatch.routing.queue import Job
-from epdd.dispatch.routing.router import Choice, Router
+from epdd.dispatch.routing.router import RoutingDecision, Router
 from epdd.dispatch.routing.time_models import TimeModel
 from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
-from epdd.families import ITEMSIZE, Family
-from epdd.fleet.channel import Event, Work
+from epdd.families import ITEMSIZE, ModelInfo
+from epdd.fleet.channel import WorkEvent, Work
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import Rate, Worker
-from epdd.settings.config import Config, Router as RouterConfig
+from epdd.fleet.worker import DecayRate, Worker
+from epdd.settings.config import Config, RouterSettings as RouterConfig
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Lease, Ready
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ SHARE_S = 60.0              # about so far back goes a worker's share of the enc
 class ImageJob(Job):
     """A job with the embedding it makes and, while in flight, the work in its worker."""
 
-    embedding: Embedding
+    embedding: EncoderCacheEntry
     work: Work | None = None
     deaths: int = 0                 # of encoders that had it
 
@@ -43,7 +43,7 @@ class ImageJob(Job):
 class Encoding:
     """The encode stage.  Everything happens in the event loop, between two awaits."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: Family,
+    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: ModelInfo,
                  history: History) -> None:
         # A typical image, until some have come: half of the largest size.
         typical = max(1, family.rows_max * family.merge ** 2 // 2)
@@ -54,11 +54,11 @@ class Encoding:
         self._family = family
         self._history = history
         self.poison = Poison(config.fleet.poison_s)
-        self.transport = Transport(supervisor, leases)
+        self.transport = EmbeddingTransport(supervisor, leases)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
-        self._jobs: dict[Embedding, ImageJob] = {}
-        self._patches: dict[str, Rate] = {}         # encoded, by worker
+        self._jobs: dict[EncoderCacheEntry, ImageJob] = {}
+        self._patches: dict[str, DecayRate] = {}         # encoded, by worker
         self._ids = count()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -68,13 +68,13 @@ class Encoding:
         self.router.configure(router.policy, router.unit, router.ratio, router.slack, time.monotonic())
         self.pump()
 
-    def submit(self, embedding: Embedding, request_id: str, images: int, patches: int) -> None:
+    def submit(self, embedding: EncoderCacheEntry, request_id: str, images: int, patches: int) -> None:
         """Queue an image whose lease is taken, of a request of `images` images with `patches` to encode."""
         job = ImageJob(request_id, embedding.image.patches, images, patches, embedding=embedding)
         self._jobs[embedding] = job
         self.router.submit(job, time.monotonic())
 
-    def abandon(self, embedding: Embedding) -> None:
+    def abandon(self, embedding: EncoderCacheEntry) -> None:
         """Nobody wants it any more: out of the queue, or if it is in flight, tell the worker."""
         job = self._jobs.get(embedding)
         if job is not None and job.work is not None:
@@ -108,7 +108,7 @@ class Encoding:
         # The event loop's clock is another one.
         self._timer = None if wake_at is None else asyncio.get_running_loop().call_later(wake_at - now, self.pump)
 
-    def _hand_over(self, choice: Choice) -> None:
+    def _hand_over(self, choice: RoutingDecision) -> None:
         job, worker = choice.job, self._workers[choice.lane.name]
         assert isinstance(job, ImageJob)
         embedding, image = job.embedding, job.embedding.image
@@ -127,7 +127,7 @@ class Encoding:
             return
         job.work.on_end(lambda: self._let_go(embedding, target))
 
-    def _target(self, embedding: Embedding, worker: Worker) -> Lease:
+    def _target(self, embedding: EncoderCacheEntry, worker: Worker) -> Lease:
         """Where the encoder shall write."""
         place = None
         if worker.ready is not None and worker.ready.pool is not None:
@@ -135,12 +135,12 @@ class Encoding:
             place = self.transport.place(embedding, worker, size)
         return place or embedding.lease
 
-    def _let_go(self, embedding: Embedding, target: Lease) -> None:
+    def _let_go(self, embedding: EncoderCacheEntry, target: Lease) -> None:
         """The encoder that was to write there touches it no more."""
         self._leases.gpu.leave(embedding, target)
         self._leases.unhold(embedding)
 
-    def _ended(self, job: ImageJob, worker: Worker, event: Event) -> None:
+    def _ended(self, job: ImageJob, worker: Worker, event: WorkEvent) -> None:
         """The worker's last word on an image."""
         embedding = job.embedding
         held = job.work is not None and not job.work.ended      # by a process that was killed and does not go
@@ -200,7 +200,7 @@ class Encoding:
             return
         worker.done += 1
         worker.rate.add(1)
-        self._patches.setdefault(worker.name, Rate(SHARE_S)).add(image.patches)
+        self._patches.setdefault(worker.name, DecayRate(SHARE_S)).add(image.patches)
         del self._jobs[job.embedding]
         self._leases.written(job.embedding, event.bytes, event.dtype)
 

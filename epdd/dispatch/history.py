@@ -19,10 +19,10 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from epdd.dispatch.encoder_cache.leases import Embedding
+from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NotFound, WorkerTimeout
-from epdd.fleet.channel import Event
+from epdd.fleet.channel import WorkEvent
 from epdd.wire import Encoded, Failed
 
 REQUESTS_MAX = 1024
@@ -47,7 +47,7 @@ class HandOver:
     error: str = ""
     ended: float | None = None
 
-    def end(self, event: Event, now: float) -> None:
+    def end(self, event: WorkEvent, now: float) -> None:
         self.ended = now
         if isinstance(event, Encoded):
             self.outcome, self.seconds = "encoded", event.seconds
@@ -65,7 +65,7 @@ class _Image:
     # A request that lost its PD worker may need an encoding twice.  Each list is the encoding's own: it is the
     # same for all requests that wait for it, and grows when the image is placed again.
     encodings: list[list[HandOver]] = field(default_factory=list)
-    embedding: Embedding | None = None      # while the request is in the house
+    embedding: EncoderCacheEntry | None = None      # while the request is in the house
     error: str = ""
 
 
@@ -79,10 +79,10 @@ class _Placement:
     error: str = ""
 
 
-class Trace:
+class RequestTrace:
     """One request, as it goes."""
 
-    def __init__(self, request: Request, encodings: WeakKeyDictionary[Embedding, list[HandOver]],
+    def __init__(self, request: Request, encodings: WeakKeyDictionary[EncoderCacheEntry, list[HandOver]],
                  clock: Callable[[], float]) -> None:
         self.id = request.id
         self.client_id = request.client_id
@@ -99,7 +99,7 @@ class Trace:
         self._ended: float | None = None
         self._placements: list[_Placement] = []
 
-    def leased(self, embeddings: Sequence[Embedding], fresh: Sequence[Embedding]) -> None:
+    def leased(self, embeddings: Sequence[EncoderCacheEntry], fresh: Sequence[EncoderCacheEntry]) -> None:
         """Every image has its place; those in `fresh` are encoded for this request, the others are or will be there."""
         seen = set()
         for image, embedding in zip(self.images, embeddings):
@@ -170,17 +170,17 @@ class History:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: dict[str, Trace] = {}
-        self._ended: deque[Trace] = deque()
+        self._running: dict[str, RequestTrace] = {}
+        self._ended: deque[RequestTrace] = deque()
         self._images = 0                    # of those that ended
         # Of encodings that are not finished.  By embedding, not by its key: an image that is wanted again while
         # its cancelled encoding still ends has two at once.
-        self._encodings: WeakKeyDictionary[Embedding, list[HandOver]] = WeakKeyDictionary()
+        self._encodings: WeakKeyDictionary[EncoderCacheEntry, list[HandOver]] = WeakKeyDictionary()
 
     @contextmanager
-    def record(self, request: Request) -> Iterator[Trace]:
+    def record(self, request: Request) -> Iterator[RequestTrace]:
         """The request's life in dispatch; how the block ends says how the request did."""
-        trace = self._running[request.id] = Trace(request, self._encodings, self._clock)
+        trace = self._running[request.id] = RequestTrace(request, self._encodings, self._clock)
         try:
             yield trace
             trace.outcome = "completed"
@@ -200,7 +200,7 @@ class History:
             self._running.pop(request.id, None)
             self._keep(trace)
 
-    def _keep(self, trace: Trace) -> None:
+    def _keep(self, trace: RequestTrace) -> None:
         self._ended.append(trace)
         self._images += len(trace.images)
         while len(self._ended) > REQUESTS_MAX or self._images > IMAGES_MAX:
@@ -211,14 +211,15 @@ class History:
         if request_id in self._running:
             self._running[request_id].answered = True
 
-    def handed_over(self, embedding: Embedding, worker: str, reason: str, waited_s: float, predicted_s: float) -> None:
+    def handed_over(self, embedding: EncoderCacheEntry, worker: str, reason: str, waited_s: float,
+                    predicted_s: float) -> None:
         """The router's decision; `waited_s` since the image was queued, `predicted_s` by the worker's time model."""
         before, now = self._encodings.setdefault(embedding, []), self._clock()
         if before and before[-1].ended is not None:
             waited_s = now - before[-1].ended       # placed again: it did not wait while a worker had it
         before.append(HandOver(worker, reason, now, waited_s, predicted_s))
 
-    def encoding_ended(self, embedding: Embedding, event: Event) -> None:
+    def encoding_ended(self, embedding: EncoderCacheEntry, event: WorkEvent) -> None:
         """The worker's last word on an image that was handed over."""
         self._encodings[embedding][-1].end(event, self._clock())
 
@@ -237,6 +238,6 @@ class History:
         raise NotFound(f"no request {name[:QUOTED_CHARS_MAX]!r} among those running and the last {REQUESTS_MAX}; "
                        "one that was refused before any worker was asked is not kept")
 
-    def _latest_first(self) -> Iterator[Trace]:
+    def _latest_first(self) -> Iterator[RequestTrace]:
         yield from reversed(self._running.values())
         yield from reversed(self._ended)

@@ -11,13 +11,13 @@ from contextlib import aclosing
 import msgspec
 
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import Embedding, Leases
+from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
 from epdd.dispatch.encoding import Encoding
-from epdd.dispatch.history import History, Trace
-from epdd.dispatch.prefix_affinity import Prefixes, chain
+from epdd.dispatch.history import History, RequestTrace
+from epdd.dispatch.prefix_affinity import PrefixAffinity, chain
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
-from epdd.fleet.channel import Event, Work
+from epdd.fleet.channel import WorkEvent, Work
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import Worker
 from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Span, Tokens
@@ -29,7 +29,7 @@ ANSWER_TOKENS = 512
 ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
 
 
-class Again:
+class Restarted:
     """All choices begin anew: what came of them before is void."""
 
 
@@ -46,7 +46,7 @@ class Pipeline:
         self._encoding = encoding
         self._admission = admission
         self._history = history
-        self._prefixes = Prefixes()
+        self._prefixes = PrefixAffinity()
         self._changed = asyncio.Event()
         self._suspects = asyncio.Lock()     # one of them at a time is before its first token
 
@@ -55,7 +55,7 @@ class Pipeline:
         self._changed.set()
         self._encoding.fleet_changed()
 
-    async def run(self, request: Request) -> AsyncGenerator[Answer | tuple[int, Again], None]:
+    async def run(self, request: Request) -> AsyncGenerator[Answer | tuple[int, Restarted], None]:
         """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
 
         Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well, Rejected if
@@ -81,11 +81,11 @@ class Pipeline:
                         raise
                     log.warning("%s is placed again: %s", request.id, error.message)
                 if begun:
-                    yield 0, Again()
+                    yield 0, Restarted()
 
     async def _attempt(self, request: Request, attempt: int, turn: _Turn,
-                       trace: Trace) -> AsyncGenerator[Answer, None]:
-        embeddings: list[Embedding] = []
+                       trace: RequestTrace) -> AsyncGenerator[Answer, None]:
+        embeddings: list[EncoderCacheEntry] = []
         try:
             self._encoding.poison.check(request)
             async with _Deadline(request.deadline):
@@ -105,7 +105,7 @@ class Pipeline:
             turn.pass_on()
             self._release(embeddings)
 
-    def _release(self, embeddings: list[Embedding]) -> None:
+    def _release(self, embeddings: list[EncoderCacheEntry]) -> None:
         """Let go of each once; those nobody else wants stop being encoded."""
         while embeddings:
             embedding = embeddings.pop()
@@ -113,7 +113,7 @@ class Pipeline:
             if embedding.refs == 0 and not embedding.ready:
                 self._encoding.abandon(embedding)
 
-    async def _embed(self, request: Request, trace: Trace) -> list[Embedding]:
+    async def _embed(self, request: Request, trace: RequestTrace) -> list[EncoderCacheEntry]:
         """Every image's embedding, ready; the caller releases them."""
         embeddings, fresh = await self._leases.acquire(request.images, self._admission.embedding_sizes(request))
         trace.leased(embeddings, fresh)
@@ -137,7 +137,7 @@ class Pipeline:
         trace.embedded()
         return embeddings
 
-    async def _pd_worker(self, request: Request, embeddings: list[Embedding]) -> tuple[Worker, int]:
+    async def _pd_worker(self, request: Request, embeddings: list[EncoderCacheEntry]) -> tuple[Worker, int]:
         """Of the PD workers that can read these the one with the least in flight, less what it knows of the prompt.
 
         Also those tokens.  Waits while a worker is coming back.
@@ -159,9 +159,9 @@ class Pipeline:
             await self._changed.wait()
 
     async def _generate(self, request: Request, attempt: int, worker: Worker, known: int,
-                        embeddings: list[Embedding], trace: Trace) -> AsyncGenerator[Answer, None]:
+                        embeddings: list[EncoderCacheEntry], trace: RequestTrace) -> AsyncGenerator[Answer, None]:
         # Bounded by n * max_tokens small events, whatever the reader's speed.
-        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, WorkEvent]] = asyncio.Queue()
         works: list[Work] = []
         loop = asyncio.get_running_loop()
         timer = loop.call_at(request.deadline, events.put_nowait, (0, _late())) if request.deadline else None
@@ -199,8 +199,8 @@ class Pipeline:
                 work.cancel()
 
     def _start(self, request: Request, work_id: str, index: int, worker: Worker, known: int,
-               embeddings: list[Embedding],
-               events: asyncio.Queue[tuple[int, Event]]) -> tuple[Work, Callable[[], None]]:
+               embeddings: list[EncoderCacheEntry],
+               events: asyncio.Queue[tuple[int, WorkEvent]]) -> tuple[Work, Callable[[], None]]:
         """Hand one choice to a PD worker; also a call that lets go of the leases it reads, once."""
         spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
                            embeddings[placed.image].lease, embeddings[placed.image].dtype,
@@ -228,7 +228,7 @@ def _answer_cost(request: Request) -> int:
     return min(request.sampling.max_tokens, ANSWER_TOKENS)
 
 
-def _answer(event: Event, worker: Worker) -> Prefilled | Tokens | Done:
+def _answer(event: WorkEvent, worker: Worker) -> Prefilled | Tokens | Done:
     """The event as an answer to the client's request, or raised as the error it is."""
     if isinstance(event, EpddError):
         raise event

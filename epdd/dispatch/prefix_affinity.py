@@ -34,7 +34,7 @@ def chain(request: Request) -> list[bytes]:
     return digests
 
 
-class Prefixes:
+class PrefixAffinity:
     """By worker process, the blocks of the prompts it was given, as many as its KV cache holds."""
 
     def __init__(self) -> None:

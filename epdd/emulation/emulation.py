@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from epdd.emulated_time import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
 from epdd.emulation.profile import Profile, read
 from epdd.errors import ConfigError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.settings import config
 
 # What a PD worker without a model says, over and over.
@@ -25,7 +25,7 @@ class Emulation:
     scale: float                    # how many times faster than the profile says
     text: tuple[int, ...]           # token ids of TEXT
 
-    def family(self, family: Family) -> Family:
+    def family(self, family: ModelInfo) -> ModelInfo:
         """`family` with the sizes of the profile's model; placeholders, tokenizer and template stay its own."""
         context_max = min(group.context_max for group in self.profile.pd)
         model = self.profile.model
@@ -51,7 +51,7 @@ class Emulation:
                 "scale": self.scale}
 
 
-def load(settings: config.Emulation, tokenizer: Tokenizer) -> Emulation | None:
+def load(settings: config.EmulationSettings, tokenizer: Tokenizer) -> Emulation | None:
     """The fleet to emulate, for the checkpoint with this tokenizer; None: the real one.  Raises ConfigError."""
     if not settings.profile:
         return None

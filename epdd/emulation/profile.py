@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from epdd.emulated_time import EncoderGroup, Model, PrefillDecodeGroup, Scale
+from epdd.emulated_time import EncoderGroup, EmulatedModel, PrefillDecodeGroup, SpeedScale
 from epdd.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -21,9 +21,9 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,40}$")]
     about: Annotated[str, Meta(pattern=r"^[^\n]{1,200}$")]      # one line
     answers: Literal["rows", "demo"]
-    scale: Scale = 1.0
+    scale: SpeedScale = 1.0
     seed: int = 0
-    model: Model | None = None
+    model: EmulatedModel | None = None
     encoder: Annotated[tuple[EncoderGroup, ...], Meta(min_length=1)]
     pd: Annotated[tuple[PrefillDecodeGroup, ...], Meta(min_length=1)]
 

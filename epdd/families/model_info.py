@@ -35,7 +35,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelInfo:
     """One checkpoint's facts.  Sizes of images are (width, height) in upright pixels."""
 
     model_type: str
@@ -96,12 +96,12 @@ class Family:
         return max(1, self.max_pixels // (self.patch * self.merge) ** 2)
 
 
-def load(folder: str) -> Family:
+def load(folder: str) -> ModelInfo:
     """Read a checkpoint's JSON files.  Raises ModelError naming the file and the field that is wrong or not served."""
     return of(Fields(Path(folder) / "config.json"))
 
 
-def of(config: Fields) -> Family:
+def of(config: Fields) -> ModelInfo:
     """The same where config.json has been read."""
     root = config.path.parent
     kind = config.get("model_type")
@@ -112,7 +112,7 @@ def of(config: Fields) -> Family:
     generation = Fields(root / "generation_config.json", {})
     for key in ("pad_token_id", "bos_token_id"):
         generation.tokens(key)      # not used here, but transformers reads them with the weights
-    return Family(
+    return ModelInfo(
         model_type=kind, folder=str(root),
         image_token_id=config.whole("image_token_id"),
         vision_start_id=config.whole("vision_start_token_id"),

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import EpddError, ProtocolError
-from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
+from epdd.wire import (Heartbeat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
                        Generate, Loading, OpenArena, Opened, Prefilled, Ready, Tokens, from_worker, pack)
 
 log = logging.getLogger(__name__)
 
-Event = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
-Report = Loading | Ready | Beat | Opened | Failed       # of no work
+WorkEvent = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
+Report = Loading | Ready | Heartbeat | Opened | Failed       # of no work
 LAST = (Encoded, Done, Failed, Cancelled, EpddError)
 ANSWERS = {Encode: (Encoded, Failed, Cancelled), Generate: (Prefilled, Tokens, Done, Failed, Cancelled)}
 
@@ -28,7 +28,7 @@ class Work:
     """Something handed to a worker and not yet ended."""
 
     def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, expected_s: float,
-                 sink: Callable[[Event], None]) -> None:
+                 sink: Callable[[WorkEvent], None]) -> None:
         self.id = message.id
         self.answers = ANSWERS[type(message)]   # what a worker may say to it
         self.cost = cost                    # patches, or tokens to prefill and decode; who gave it may lower it
@@ -61,7 +61,7 @@ class Work:
         self._tell(error)
         self.mute()
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: WorkEvent) -> None:
         """An event for this work, from the channel alone."""
         # The sink first: it decides what becomes of a lease before the holds on it are let go.
         last = isinstance(event, LAST)
@@ -71,7 +71,7 @@ class Work:
             for call in self._on_end:
                 call()
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: WorkEvent) -> None:
         try:
             self._sink(event)
         except Exception:
@@ -79,11 +79,11 @@ class Work:
             log.exception("%s was not taken by work %s", type(event).__name__, self.id)
 
 
-def _ignore(event: Event) -> None:
+def _ignore(event: WorkEvent) -> None:
     pass
 
 
-class _Reading(asyncio.Protocol):
+class _FrameReader(asyncio.Protocol):
     """Takes a worker's messages as their bytes come, without a task between."""
 
     def __init__(self, take: Callable[[FromWorker], None], ended: asyncio.Future[None]) -> None:
@@ -127,7 +127,7 @@ class Channel:
             self._sort(message, on_message)
 
         loop = asyncio.get_running_loop()
-        reading = _Reading(take, loop.create_future())
+        reading = _FrameReader(take, loop.create_future())
         self._transport, _ = await loop.create_connection(lambda: reading, sock=self._sock)
         try:
             await reading.ended
@@ -135,7 +135,7 @@ class Channel:
             reading.ended.cancel()
 
     def _sort(self, message: FromWorker, on_message: Callable[[Report], None]) -> None:
-        if isinstance(message, (Loading, Ready, Beat, Opened)) or (isinstance(message, Failed) and not message.id):
+        if isinstance(message, (Loading, Ready, Heartbeat, Opened)) or (isinstance(message, Failed) and not message.id):
             on_message(message)
             return
         work = self.works.get(message.id)
@@ -148,7 +148,7 @@ class Channel:
         work.deliver(message)
 
     def start(self, message: Encode | Generate, raw: bytes, cost: int, expected_s: float,
-              sink: Callable[[Event], None]) -> Work:
+              sink: Callable[[WorkEvent], None]) -> Work:
         """Hand work over; its events go to `sink`, in order, in the event loop.
 
         The socket's buffer is bounded by what dispatch hands over: a few images or one prompt a request.

@@ -26,7 +26,7 @@ LOOK_S = 5.0                # between two looks; one costs a system call a threa
 CHANGES_MAX = 20            # shown by status
 
 
-class Seating:
+class PlacementWatcher:
     """`plan` reads the machine and plans anew; it runs in a thread and may raise StartupError."""
 
     def __init__(self, supervisor: Supervisor, plan: Callable[[], list[WorkerSpec]]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from epdd.fleet.process import ForkServer, effort
 from epdd.fleet.worker import State, Worker
-from epdd.settings.config import Fleet
+from epdd.settings.config import FleetSettings
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ SLOW_FACTOR = 20.0          # a step that computes may take so many times what i
 SLOW_MIN_S = 60.0           # and at least this: it swaps, or shares its CPUs with much else
 
 
-class SilenceWatch:
+class StallDetector:
     """Looks at the supervisor's workers; that a killed one comes back is the supervisor's matter."""
 
-    def __init__(self, workers: Sequence[Worker], config: Fleet, fork_server: Callable[[], ForkServer],
+    def __init__(self, workers: Sequence[Worker], config: FleetSettings, fork_server: Callable[[], ForkServer],
                  give_up: Callable[[Worker], None]) -> None:
         """`give_up` is told of a worker that was killed and is still there."""
         self._workers = workers

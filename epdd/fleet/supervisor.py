@@ -16,11 +16,11 @@ from epdd.errors import NotFound, ProtocolError, StartupError, WorkerLost
 from epdd.fleet import exits
 from epdd.fleet.channel import Channel, Report
 from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
-from epdd.fleet.stall_detector import SilenceWatch
+from epdd.fleet.stall_detector import StallDetector
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
-from epdd.settings.config import Fleet
-from epdd.wire import Beat, Failed, Loading, Opened, WorkerSpec, socket_pair
+from epdd.settings.config import FleetSettings
+from epdd.wire import Heartbeat, Failed, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """Owns the workers.  `on_change` is called after every change of a worker's state."""
 
-    def __init__(self, specs: Iterable[WorkerSpec], arena_fd: int, config: Fleet, fork_server: ForkServer,
+    def __init__(self, specs: Iterable[WorkerSpec], arena_fd: int, config: FleetSettings, fork_server: ForkServer,
                  on_change: Callable[[Worker], None]) -> None:
         self.workers = [Worker(spec) for spec in specs]
         self._arena_fd = arena_fd
@@ -36,7 +36,7 @@ class Supervisor:
         self._fork_server = fork_server
         self._on_change = on_change
         self._oom_kills = exits.OomKills()
-        self.silence = SilenceWatch(self.workers, config, lambda: self._fork_server, self._held)
+        self.silence = StallDetector(self.workers, config, lambda: self._fork_server, self._held)
         self.stopping = False               # nothing comes back any more
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -189,7 +189,7 @@ class Supervisor:
     async def _live_once(self, worker: Worker) -> int:
         """One process from spawn to exit; returns its exit code with all its work failed."""
         worker.loading = Loading("forking", 0.0)
-        worker.beat = Beat(0)
+        worker.beat = Heartbeat(0)
         worker.arenas = {}
         worker.restarting = False
         worker.began = time.monotonic()
@@ -261,7 +261,7 @@ class Supervisor:
             worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", maybe_over_work=True))
 
     def _heard(self, worker: Worker, message: Report) -> None:
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             worker.beat = message
         elif isinstance(message, Opened):
             worker.opened(message)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import WorkerLost
-from epdd.fleet.channel import Channel, Event, Work
+from epdd.fleet.channel import Channel, WorkEvent, Work
 from epdd.fleet.process import Process
-from epdd.wire import Beat, Encode, Generate, Loading, Opened, Ready, WorkerSpec
+from epdd.wire import Heartbeat, Encode, Generate, Loading, Opened, Ready, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class State(enum.Enum):
     FAILED = "FAILED"           # given up: died again and again, or cannot start
 
 
-class Rate:
+class DecayRate:
     """Events a second over about the last `window_s`, decaying exponentially."""
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
@@ -60,7 +60,7 @@ class Worker:
         self.warm_up_s = 0.0                    # how long its warm-up took: a PD worker's is one full step
         self.loading = Loading("queued", 0.0)
         self._stage_at = 0.0                    # when that stage began
-        self.beat = Beat(0)
+        self.beat = Heartbeat(0)
         self.hurry = asyncio.Event()            # set: start again without waiting any longer
         self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
         self.wanted = True                      # False: no seat for it any more; it goes when its process has
@@ -69,7 +69,7 @@ class Worker:
         self.restarts = 0
         self.done = 0                           # works ended well
         self.failed = 0
-        self.rate = Rate()                      # images or tokens a second
+        self.rate = DecayRate()                      # images or tokens a second
         self.fault = ""                         # what is known to be wrong with the living process
         self.last_error = ""                    # how the last one ended; kept when the next is well
 
@@ -121,7 +121,7 @@ class Worker:
         return self.channel.in_flight_cost if self.channel else 0
 
     def start(self, message: Encode | Generate, raw: bytes, cost: int, expected_s: float,
-              sink: Callable[[Event], None]) -> Work:
+              sink: Callable[[WorkEvent], None]) -> Work:
         """Hand over work whose longest step should take `expected_s`.
 
         Raises WorkerLost if the process is on its way out.

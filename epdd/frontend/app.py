@@ -14,9 +14,9 @@ from epdd.errors import Unauthorized
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend import chat_page
 from epdd.frontend.api.chat import ChatCompletions
-from epdd.frontend.api.system_routes import Pages
+from epdd.frontend.api.system_routes import SystemRoutes
 from epdd.frontend.api.text_completions import TextCompletions
-from epdd.frontend.api.tokenization import TokenPages
+from epdd.frontend.api.tokenization import TokenRoutes
 from epdd.frontend.context import Context
 from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.http import error_responses, request_ids
@@ -66,12 +66,12 @@ def build(context: Context) -> web.Application:
     app.cleanup_ctx.append(lifetime)
     chat = ChatCompletions(context, bodies, media, prompts, vocabulary, checker, executor)
     text = TextCompletions(context, bodies, prompts, vocabulary, checker, executor)
-    tokens = TokenPages(context, bodies, media, prompts, executor)
+    tokens = TokenRoutes(context, bodies, media, prompts, executor)
     for path, endpoint in (("/chat/completions", chat.answer), ("/completions", text.answer),
                            ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
         for prefix in ("/v1", ""):
             app.router.add_post(prefix + path, endpoint, expect_handler=expect)
-    pages = Pages(context, guard)
+    pages = SystemRoutes(context, guard)
     for path, page in (("/v1/models", pages.models), ("/v1/models/{name:.+}", pages.model),
                        ("/health", pages.health), ("/ready", pages.ready), ("/ping", pages.ping),
                        ("/version", pages.version), ("/metrics", pages.metrics),

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from epdd.checkpoint import PromptFiles
 from epdd.dispatch.history import History
-from epdd.dispatch.pipeline import Again
+from epdd.dispatch.pipeline import Restarted
 from epdd.dispatch.request import Request
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.http.connections import Connections
 from epdd.ops.metrics import RequestStats
@@ -19,11 +19,11 @@ from epdd.ops.status import States
 from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, Tokens
 
-Event = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Again is of all choices
+AnswerEvent = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Again is of all choices
 
 
 class Pipeline(Protocol):
-    def run(self, request: Request) -> AsyncGenerator[Event | tuple[int, Again], None]:
+    def run(self, request: Request) -> AsyncGenerator[AnswerEvent | tuple[int, Restarted], None]:
         """Encode, then prefill and decode; closing the iterator cancels what is left.
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
@@ -46,7 +46,7 @@ class Admission(Protocol):
 @dataclass(frozen=True)
 class Context:
     config: Config
-    family: Family
+    family: ModelInfo
     prompts: PromptFiles
     model_name: str
     created: int                            # unix seconds of the daemon's start

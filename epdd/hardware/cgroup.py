@@ -12,7 +12,7 @@ _UNLIMITED = 1 << 60        # version 1 writes a number near 2^63 for "no limit"
 
 
 @dataclass(frozen=True)
-class Limits:
+class CgroupLimits:
     """None: no limit, or none is told."""
 
     cpus: set[int] | None = None
@@ -21,12 +21,12 @@ class Limits:
     cpu_quota: float | None = None      # CPUs' worth of time
 
 
-def read(sysroot: Path) -> Limits:
+def read(sysroot: Path) -> CgroupLimits:
     """The tightest of the limits from this process's group up to the root: each of them binds."""
     cpus, nodes = _cpuset(sysroot)
     memory = [sysfs.number(level / name) for level in _levels(sysroot, "memory")
               for name in ("memory.max", "memory.limit_in_bytes")]
-    return Limits(
+    return CgroupLimits(
         cpus=cpus, memory_nodes=nodes,
         memory_bytes=min((limit for limit in memory if limit is not None and limit < _UNLIMITED), default=None),
         cpu_quota=min(filter(None, map(_quota, _levels(sysroot, "cpu"))), default=None))

@@ -12,7 +12,7 @@ import orjson
 
 from epdd import __version__, unix_socket
 from epdd.errors import BadRequest, EpddError
-from epdd.settings.config import Admin
+from epdd.settings.config import AdminSettings
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ IDLE_S = 60.0               # a client that says nothing is hung up on
 class AdminServer:
     """Serves verbs; each is a function of the request object that returns something JSON can carry."""
 
-    def __init__(self, path: Path, config: Admin, verbs: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
+    def __init__(self, path: Path, config: AdminSettings, verbs: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
         self.path = path
         self._config = config
         self._verbs = verbs | {"version": lambda request: __version__}

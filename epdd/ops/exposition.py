@@ -75,7 +75,7 @@ _WORKER_COUNTERS = (
 )
 
 
-class Connections(Protocol):
+class ConnectionCounts(Protocol):
     """What is shown of the HTTP server's connections; its length is how many are open."""
 
     closed: Counter[str]    # by the reason for which the server closed them
@@ -87,7 +87,7 @@ class Connections(Protocol):
 class Exposition:
     """The metrics of one daemon."""
 
-    def __init__(self, stats: RequestStats, connections: Connections, status: Callable[[], _Status]) -> None:
+    def __init__(self, stats: RequestStats, connections: ConnectionCounts, status: Callable[[], _Status]) -> None:
         self._stats = stats
         self._status = _StatusCollector(stats, connections, status)
 
@@ -98,7 +98,7 @@ class Exposition:
 class _StatusCollector(Collector):
     """Reads everything at the moment of the scrape, so that no gauge can lag behind."""
 
-    def __init__(self, stats: RequestStats, connections: Connections, status: Callable[[], _Status]) -> None:
+    def __init__(self, stats: RequestStats, connections: ConnectionCounts, status: Callable[[], _Status]) -> None:
         self._stats = stats
         self._connections = connections
         self._read = status

@@ -43,7 +43,7 @@ class Window:
                 "sum": self._sum}
 
 
-class Rate:
+class WindowRate:
     """Events a second over the last whole seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -82,8 +82,8 @@ class RequestStats:
         self.prompt_tokens = self.generated_tokens = self.images = self.ignored_fields = 0
         self.latency = Window()
         self.ttft = Window()
-        self.token_rate = Rate(clock)
-        self.image_rate = Rate(clock)
+        self.token_rate = WindowRate(clock)
+        self.image_rate = WindowRate(clock)
         self.registry = CollectorRegistry()
         self.latency_histogram = self._histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", _SECONDS)
@@ -93,9 +93,9 @@ class RequestStats:
             "inter_token_latency_seconds", "Seconds between two tokens of one answer.", _TOKEN_SECONDS)
 
     @contextmanager
-    def request(self, name: str = "", client_name: str = "") -> Iterator[Record]:
+    def request(self, name: str = "", client_name: str = "") -> Iterator[RequestMetrics]:
         """Counts one request; how the block ends says how the request did.  Names are for the request log."""
-        record = Record(self, name, client_name)
+        record = RequestMetrics(self, name, client_name)
         self.running += 1
         try:
             yield record
@@ -133,7 +133,7 @@ class RequestStats:
         return Histogram(f"epdd_{name}", text, buckets=buckets, registry=self.registry)
 
 
-class Record:
+class RequestMetrics:
     """One request, as it goes."""
 
     def __init__(self, stats: RequestStats, name: str = "", client_name: str = "") -> None:

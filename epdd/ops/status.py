@@ -14,8 +14,8 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.routing.replicas import CPU, GPU
-from epdd.families import Family
-from epdd.fleet.placement_watcher import Seating
+from epdd.families import ModelInfo
+from epdd.fleet.placement_watcher import PlacementWatcher
 from epdd.fleet.process import resident_bytes
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
@@ -36,7 +36,8 @@ class States:
 class Status:
     """Knows where each number lives."""
 
-    def __init__(self, config: Config, family: Family, model_name: str, supervisor: Supervisor, seating: Seating,
+    def __init__(self, config: Config, family: ModelInfo, model_name: str, supervisor: Supervisor,
+                 seating: PlacementWatcher,
                  leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats,
                  emulated: dict[str, Any] | None = None) -> None:
         self._config = config

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epdd.emulation import Emulation
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.hardware.topology import Topology
 from epdd.placement import assignment, counts, domains, emulated, memory, sizes
 from epdd.placement.explain import explain
@@ -29,13 +29,13 @@ class Plan:
     why: list[str]              # one line for each decision
 
 
-def plan(topology: Topology, config: Config, family: Family, arena_bytes: int,
+def plan(topology: Topology, config: Config, family: ModelInfo, arena_bytes: int,
          emulation: Emulation | None = None) -> list[WorkerSpec]:
     """The workers: encoders on GPUs, encoders on CPUs, then prefill-decode.  Raises PlacementError."""
     return decide(topology, config, family, arena_bytes, emulation).specs
 
 
-def decide(topology: Topology, config: Config, family: Family, arena_bytes: int,
+def decide(topology: Topology, config: Config, family: ModelInfo, arena_bytes: int,
            emulation: Emulation | None = None) -> Plan:
     """The workers and the reasons; with an emulation those of its profile.  Raises PlacementError."""
     if emulation is not None:

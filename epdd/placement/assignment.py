@@ -11,7 +11,7 @@ from epdd.errors import PlacementError
 from epdd.hardware.topology import Gpu, Topology, plural, ranges
 from epdd.placement import domains
 from epdd.placement.domains import Domain
-from epdd.settings.worker_overrides import Wish
+from epdd.settings.worker_overrides import WorkerOverride
 
 # Cores a GPU worker keeps busy: launching kernels is one thread; an encoder also decodes the next image.
 HOST_CORES = {"encoder": 2, "pd": 1}
@@ -31,7 +31,7 @@ class Seat:
     listed: bool = False                # in a [[worker]] table
 
 
-def asked(topology: Topology, wishes: Sequence[Wish]) -> list[Seat]:
+def asked(topology: Topology, wishes: Sequence[WorkerOverride]) -> list[Seat]:
     """Seats of the [[worker]] tables, checked against what is there.  Raises PlacementError."""
     gpus = {gpu.index: gpu for gpu in topology.gpus}
     owner: dict[str, int] = {}          # of a device or CPU: the table that has it

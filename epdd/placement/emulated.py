@@ -10,15 +10,15 @@ from epdd import arena
 from epdd.emulated_time import EncoderGroup, PrefillDecodeGroup
 from epdd.emulation import Emulation
 from epdd.errors import PlacementError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.settings.config import Config
-from epdd.settings.worker_overrides import Count, Workers, count as asked_count
+from epdd.settings.worker_overrides import WorkerCount, Workers, count as asked_count
 from epdd.wire import WorkerSpec
 
 G = TypeVar("G", EncoderGroup, PrefillDecodeGroup)
 
 
-def decide(emulation: Emulation, config: Config, family: Family,
+def decide(emulation: Emulation, config: Config, family: ModelInfo,
            arena_bytes: int) -> tuple[list[WorkerSpec], list[str]]:
     """Specs, encoders first, both in the profile's order, and why.
 
@@ -46,7 +46,7 @@ def decide(emulation: Emulation, config: Config, family: Family,
 def _chosen(groups: Sequence[G], workers: Workers, role: str) -> list[G]:
     """The group of each worker that shall exist.  Raises PlacementError."""
     everyone = [group for group in groups for _ in range(group.count)]
-    asked: Count = asked_count(workers, f"{role}.workers")
+    asked: WorkerCount = asked_count(workers, f"{role}.workers")
     if not asked.total:
         return everyone
     left = dict(zip(("gpu", "cpu"), asked.split)) if asked.split else {"": asked.total}
@@ -62,7 +62,7 @@ def _chosen(groups: Sequence[G], workers: Workers, role: str) -> list[G]:
     return chosen
 
 
-def _spec(emulation: Emulation, config: Config, family: Family, arena_bytes: int,
+def _spec(emulation: Emulation, config: Config, family: ModelInfo, arena_bytes: int,
           group: EncoderGroup | PrefillDecodeGroup, name: str, gpus: Iterator[int], **options: object) -> WorkerSpec:
     fields: dict[str, object] = dict(
         name=name, role=name.partition("/")[0], device="cpu" if group.kind == "cpu" else f"cuda:{next(gpus)}",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from epdd.errors import PlacementError
-from epdd.families import ITEMSIZE, Family
+from epdd.families import ITEMSIZE, ModelInfo
 from epdd.hardware.topology import Gpu, Topology
 from epdd.placement.text import size_text
 from epdd.settings.config import Config
@@ -32,7 +32,7 @@ KV_BYTES_MIN = 256 * MIB            # with less than this a GPU is not worth its
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuMemoryShare:
     """One worker's part of a GPU's memory, in bytes."""
 
     weights: int = 0
@@ -47,7 +47,7 @@ class Part:
 
 
 def divide(specs: Sequence[WorkerSpec], topology: Topology, config: Config,
-           family: Family) -> tuple[list[WorkerSpec], list[str]]:
+           family: ModelInfo) -> tuple[list[WorkerSpec], list[str]]:
     """The specs with the sizes of workers on GPUs, and how each GPU's memory is used.
 
     Raises PlacementError naming what takes how much where it does not fit.
@@ -64,7 +64,7 @@ def divide(specs: Sequence[WorkerSpec], topology: Topology, config: Config,
 
 
 def _parts(gpu: Gpu, here: Sequence[WorkerSpec], specs: Sequence[WorkerSpec], topology: Topology, config: Config,
-           family: Family) -> dict[str, Part]:
+           family: ModelInfo) -> dict[str, GpuMemoryShare]:
     parts = {spec.name: _encoder(spec, gpu, specs, topology, config, family) if spec.role == "encoder"
              else _prefill_decode(spec, config, family) for spec in here}
     free = int(gpu.memory_bytes * (1 - SPARE_SHARE)) - sum(part.total for part in parts.values())
@@ -81,7 +81,7 @@ def _parts(gpu: Gpu, here: Sequence[WorkerSpec], specs: Sequence[WorkerSpec], to
 
 
 def _encoder(spec: WorkerSpec, gpu: Gpu, specs: Sequence[WorkerSpec], topology: Topology, config: Config,
-             family: Family) -> Part:
+             family: ModelInfo) -> GpuMemoryShare:
     patches = family.rows_max * family.merge ** 2
     readers = [other for other in specs if other.role == "pd" and spec.device in peers(other.device, topology)]
     away = sum(other.device != spec.device for other in readers)
@@ -90,21 +90,22 @@ def _encoder(spec: WorkerSpec, gpu: Gpu, specs: Sequence[WorkerSpec], topology: 
         pool = max(min(POOL_BYTES_MAX, gpu.memory_bytes // 32), family.embedding_bytes(family.rows_max, "bfloat16"))
     if len(readers) < sum(other.role == "pd" for other in specs):
         pool = 0        # one that cannot read there makes all go by the host
-    return Part(weights=family.parameters[0] * _itemsize(config, family),
-                activations=patches * family.vision_width * VISION_BYTES_PER_NUMBER,
-                contexts=CONTEXT_BYTES + (READER_BYTES * away if pool else 0), embeddings=pool)
+    return GpuMemoryShare(weights=family.parameters[0] * _itemsize(config, family),
+                          activations=patches * family.vision_width * VISION_BYTES_PER_NUMBER,
+                          contexts=CONTEXT_BYTES + (READER_BYTES * away if pool else 0), embeddings=pool)
 
 
-def _prefill_decode(spec: WorkerSpec, config: Config, family: Family) -> Part:
+def _prefill_decode(spec: WorkerSpec, config: Config, family: ModelInfo) -> GpuMemoryShare:
     itemsize = _itemsize(config, family)
     activations = spec.token_budget * family.hidden * TEXT_BYTES_PER_NUMBER
     activations += spec.batch_max * family.vocab * LOGIT_BYTES
     activations += 2 * spec.token_budget * family.hidden * family.planes * itemsize      # images' rows of two steps
-    return Part(weights=family.parameters[1] * itemsize, activations=activations + GRAPH_BYTES, contexts=CONTEXT_BYTES,
-                kv=spec.kv_tokens * family.kv_numbers * itemsize or config.pd.kv_bytes)
+    return GpuMemoryShare(weights=family.parameters[1] * itemsize, activations=activations + GRAPH_BYTES,
+                          contexts=CONTEXT_BYTES,
+                          kv=spec.kv_tokens * family.kv_numbers * itemsize or config.pd.kv_bytes)
 
 
-def _sized(spec: WorkerSpec, part: Part, gpu: Gpu, shared: bool) -> WorkerSpec:
+def _sized(spec: WorkerSpec, part: GpuMemoryShare, gpu: Gpu, shared: bool) -> WorkerSpec:
     limit = part.weights + part.activations + part.kv if shared else 0
     return replace(spec, kv_bytes=part.kv, pool_bytes=part.embeddings, gpu_bytes=limit)
 
@@ -117,7 +118,7 @@ def peers(device: str, topology: Topology) -> tuple[str, ...]:
     return ()
 
 
-def _told(gpu: Gpu, parts: dict[str, Part], family: Family) -> list[str]:
+def _told(gpu: Gpu, parts: dict[str, GpuMemoryShare], family: ModelInfo) -> list[str]:
     rest = gpu.memory_bytes - sum(part.total for part in parts.values())
     unknown = "" if any(family.parameters) else "; the weights' size is not known"
     told = [f"GPU {gpu.index}, {size_text(gpu.memory_bytes)}: " + "; ".join(
@@ -128,13 +129,13 @@ def _told(gpu: Gpu, parts: dict[str, Part], family: Family) -> list[str]:
     return told
 
 
-def _listed(part: Part) -> str:
+def _listed(part: GpuMemoryShare) -> str:
     sizes = [(size, "KV cache" if field.name == "kv" else field.name) for field in fields(part)
              if (size := getattr(part, field.name))]
     return ", ".join(f"{name} {size_text(size)}" for size, name in sizes)
 
 
-def _itemsize(config: Config, family: Family) -> int:
+def _itemsize(config: Config, family: ModelInfo) -> int:
     """Bytes of a number on a GPU, as `worker/weights/load.py` will choose."""
     if config.model.dtype != "auto":
         return ITEMSIZE[config.model.dtype]

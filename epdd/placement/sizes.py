@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from epdd import arena
 from epdd.errors import PlacementError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.hardware.topology import HugePages, Topology
 from epdd.placement import memory
 from epdd.placement.assignment import Seat
@@ -22,7 +22,7 @@ KV_BYTES_MAX = 8 << 30              # likewise
 IMAGES_IN_ARENA = 1024              # of the largest size: more are never in flight
 
 
-def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
+def arena_bytes(config: Config, topology: Topology, family: ModelInfo) -> int:
     """Size of the arena in bytes, in whole pages, huge ones where it holds any.
 
     Raises PlacementError if memory cannot hold it.
@@ -40,7 +40,7 @@ def arena_bytes(config: Config, topology: Topology, family: Family) -> int:
     return -(-size // page) * page
 
 
-def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Family,
+def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: ModelInfo,
           arena_bytes: int) -> list[WorkerSpec]:
     """One for each seat, encoders first; what lies in GPU memory is for `memory.py` to say.
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from epdd.errors import ConfigError
 from epdd.settings.arguments import Parser, near
-from epdd.settings.worker_overrides import ROLES, Wish, Workers, count, wish
+from epdd.settings.worker_overrides import ROLES, WorkerOverride, Workers, count, wish
 
 SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8765                        # 0: any free port, shown in `epdctl status`
     unix_socket: str = ""                   # another listener; empty: none
@@ -48,14 +48,14 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Admin:
+class AdminSettings:
     socket: str = ""                        # empty: epdd's runtime folder
     mode: int = 0o600
     group: str = ""                         # give the socket to this group and allow it
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSettings:
     path: str = ""                          # folder, or a Hub's id (ORG/NAME); empty: the demo model of epdd
     revision: str = ""                      # of an id: branch, tag or commit; empty: main
     download: bool = False                  # fetch a model named by id that is not in the local cache
@@ -67,7 +67,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderSettings:
     workers: Workers = Workers("auto")      # a number, or "gpu:1,cpu:4"; auto: one per NUMA node with CPUs and memory
     threads: int = 0                        # 0: the cores it is bound to
     quantize: str = ""                      # "int8": products in int8 where faster and near enough
@@ -75,7 +75,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class PrefillDecode:
+class PrefillDecodeSettings:
     workers: Workers = Workers("auto")      # likewise; auto: one without GPUs, else as placement says
     threads: int = 0
     token_budget: int = 512                 # tokens a step may hold
@@ -88,7 +88,7 @@ class PrefillDecode:
 
 
 @dataclass(frozen=True)
-class Arena:
+class ArenaSettings:
     bytes: int = 0                          # 0: the least of 4 GiB, a quarter of memory, 1,024 of the largest images
     gpu_bytes: int = -1                     # on each encoding GPU; -1: a 32nd of it, at most 4 GiB; 0: none
     cache_bytes: int = -1                   # embeddings kept for reuse; -1: the whole arena, 0: none
@@ -96,7 +96,7 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterSettings:
     policy: str = "earliest"                # budget, earliest, least-loaded, round-robin, gpu-only
     unit: str = "patch"                     # what in-flight work is counted in: request, image, patch
     ratio: float = 0.0                      # R, GPU speed over CPU speed; 0: measured
@@ -104,7 +104,7 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Media:
+class MediaSettings:
     fetch: str = "public"                   # http(s) images: off, allowlist, public
     allow: tuple[str, ...] = ()             # allowlist: host, host:port or CIDR
     folders: tuple[str, ...] = ()           # file: images, from below these only; none: off
@@ -118,7 +118,7 @@ class Media:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSettings:
     backoff_s: float = 0.5                  # before the first restart; doubles
     backoff_max_s: float = 30.0
     failures_max: int = 5                   # deaths one after another, until a worker is given up
@@ -129,13 +129,13 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class Emulation:
+class EmulationSettings:
     profile: str = ""                       # name of a shipped profile, or a file; empty: real devices
     scale: float = 0.0                      # times as fast as the profile says; 0: the profile's own
 
 
 @dataclass(frozen=True)
-class Log:
+class LogSettings:
     level: str = "info"
     requests: str = ""                      # file of the request log; empty: none
     requests_bytes_max: int = 64 << 20      # then it becomes FILE.1
@@ -146,18 +146,18 @@ class Log:
 class Config:
     """Everything an operator can set; each field is one TOML table, `worker` any number of them."""
 
-    server: Server = field(default_factory=Server)
-    admin: Admin = field(default_factory=Admin)
-    model: Model = field(default_factory=Model)
-    encoder: Encoder = field(default_factory=Encoder)
-    pd: PrefillDecode = field(default_factory=PrefillDecode)
-    arena: Arena = field(default_factory=Arena)
-    router: Router = field(default_factory=Router)
-    media: Media = field(default_factory=Media)
-    fleet: Fleet = field(default_factory=Fleet)
-    emulation: Emulation = field(default_factory=Emulation)
-    log: Log = field(default_factory=Log)
-    worker: tuple[Wish, ...] = ()           # all workers of their roles, one by one; empty: as placement says
+    server: ServerSettings = field(default_factory=ServerSettings)
+    admin: AdminSettings = field(default_factory=AdminSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
+    pd: PrefillDecodeSettings = field(default_factory=PrefillDecodeSettings)
+    arena: ArenaSettings = field(default_factory=ArenaSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    media: MediaSettings = field(default_factory=MediaSettings)
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    emulation: EmulationSettings = field(default_factory=EmulationSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    worker: tuple[WorkerOverride, ...] = ()           # all workers of their roles, one by one; empty: as placement says
 
     def with_values(self, section: str, values: Mapping[str, Any], source: str) -> "Config":
         """A copy with `values` set in `section`.  Raises ConfigError naming `source` and the field."""

@@ -16,7 +16,7 @@ Workers = NewType("Workers", str)       # "auto", a number, or "gpu:1,cpu:4"
 
 
 @dataclass(frozen=True)
-class Count:
+class WorkerCount:
     """How many workers of a role."""
 
     total: int = 0                              # 0: placement decides
@@ -24,7 +24,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Wish:
+class WorkerOverride:
     """One worker as a [[worker]] table describes it."""
 
     role: str
@@ -38,25 +38,25 @@ class Wish:
         return None if self.device == "cpu" else int(self.device.removeprefix("gpu:"))
 
 
-def count(workers: Workers, where: str) -> Count:
+def count(workers: Workers, where: str) -> WorkerCount:
     """Raises ConfigError naming `where`."""
     text = workers.replace(" ", "")
     if text in ("auto", "0"):
-        return Count()
+        return WorkerCount()
     if text.isdecimal():
-        return Count(total=int(text))
+        return WorkerCount(total=int(text))
     parts = [part.partition(":") for part in text.split(",")]
     kinds = {kind: int(number) for kind, _, number in parts if number.isdecimal()}
     if len(kinds) < len(parts) or not kinds.keys() <= {"gpu", "cpu"} or not sum(kinds.values()):
         raise ConfigError(f'{where} is {workers!r}; expected: "auto", a number, or like "gpu:1,cpu:4"')
-    return Count(total=sum(kinds.values()), split=(kinds.get("gpu", 0), kinds.get("cpu", 0)))
+    return WorkerCount(total=sum(kinds.values()), split=(kinds.get("gpu", 0), kinds.get("cpu", 0)))
 
 
-def wish(table: Any, where: str) -> Wish:
+def wish(table: Any, where: str) -> WorkerOverride:
     """One [[worker]] table.  Raises ConfigError naming `where` and the field."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table")
-    unknown = set(table) - set(Wish.__dataclass_fields__)
+    unknown = set(table) - set(WorkerOverride.__dataclass_fields__)
     if unknown:
         raise ConfigError(f"{where}: unknown setting {sorted(unknown)[0]}")
     if table.get("role") not in ROLES:
@@ -68,8 +68,8 @@ def wish(table: Any, where: str) -> Wish:
         value = table.get(key, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"{where}: {key} is {value!r}; a whole number from 0 expected")
-    return Wish(role=table["role"], device=device, cpus=_cpus(table.get("cpus", ""), where),
-                numa_node=table.get("numa_node"), threads=table.get("threads", 0))
+    return WorkerOverride(role=table["role"], device=device, cpus=_cpus(table.get("cpus", ""), where),
+                          numa_node=table.get("numa_node"), threads=table.get("threads", 0))
 
 
 def _cpus(value: Any, where: str) -> tuple[int, ...]:

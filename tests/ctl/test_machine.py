@@ -119,7 +119,7 @@ def test_the_running_daemon_says_where_its_workers_are(capsys, tmp_path):
 @given(topologies())
 def test_any_picture_fits_and_shows_every_worker_and_gpu(topology):
     specs = placement.plan(topology, Config(), FAMILY, GIB)
-    workers = [picture.Worker(spec.name, spec.device, spec.cpus, spec.numa_node) for spec in specs]
+    workers = [picture.DrawnWorker(spec.name, spec.device, spec.cpus, spec.numa_node) for spec in specs]
     plain = picture.draw(topology, workers, "as planned")
     assert max(map(len, plain.splitlines())) <= 100
     for spec in specs:
@@ -135,7 +135,7 @@ def test_signs_of_cores():
     """Shared cores, free ones, and the two kinds of a hybrid processor."""
     cpus = tuple(Cpu(i, i, 0, 0, (i,), "P" if i < 3 else "E") for i in range(6))
     drawn = picture.draw(Topology(cpus, (NumaNode(0, tuple(range(6)), GIB),)), [
-        picture.Worker("encoder/27", "cpu", (0, 1), 0), picture.Worker("pd/11", "cpu", (1, 3), 0)], "")
+        picture.DrawnWorker("encoder/27", "cpu", (0, 1), 0), picture.DrawnWorker("pd/11", "cpu", (1, 3), 0)], "")
     assert "│ P B * · " in drawn and "│ E b · · " in drawn
     assert "* several workers" in drawn
 

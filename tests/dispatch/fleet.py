@@ -10,9 +10,9 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
-from epdd.dispatch.pipeline import Again, Pipeline
+from epdd.dispatch.pipeline import Restarted, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.families.model_info import Family
+from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.fleet.process import ForkServer
 from epdd.fleet.supervisor import Supervisor
@@ -23,8 +23,8 @@ from tests.fleet.fake_worker import fingerprint
 
 GUARD_S = 400       # a hang: what takes a second has taken more than one minute on a busy machine
 ROWS = 16
-FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
-                context_max=4096, vocab=1000, eos_ids=(0,))
+FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
+                   context_max=4096, vocab=1000, eos_ids=(0,))
 FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fleet.fake_worker")
 
 
@@ -48,7 +48,7 @@ class Fleet:
         """Token ids of each choice."""
         answers = {}
         async for index, event in self.pipeline.run(request):
-            if isinstance(event, Again):
+            if isinstance(event, Restarted):
                 answers.clear()
             elif isinstance(event, Tokens):
                 answers.setdefault(index, []).extend(event.ids)

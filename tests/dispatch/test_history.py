@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from epdd.dispatch.encoder_cache.leases import Embedding
+from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
 from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
 from epdd.settings.config import Config
@@ -23,7 +23,7 @@ class Clock:
 
 
 def embedding(data=b"x"):
-    return Embedding(request("r", data).images[0], Lease(0, 4096))
+    return EncoderCacheEntry(request("r", data).images[0], Lease(0, 4096))
 
 
 def test_times_and_numbers_are_those_of_the_request():

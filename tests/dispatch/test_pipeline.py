@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from epdd.dispatch.pipeline import ANSWER_TOKENS, Again
+from epdd.dispatch.pipeline import ANSWER_TOKENS, Restarted
 from epdd.errors import ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.fleet.worker import State
 from epdd.settings.config import Config
@@ -352,7 +352,7 @@ async def test_a_request_lost_after_its_first_token_is_told_so():
 async def test_an_answer_that_nobody_has_seen_begins_anew():
     async with running(encoders=1, token_s=0.05) as fleet:
         seen = await killed_while_it_answers(fleet, request("r", b"a", n=3, whole=True, max_tokens=9))
-        at, = [i for i, (_, event) in enumerate(seen) if isinstance(event, Again)]
+        at, = [i for i, (_, event) in enumerate(seen) if isinstance(event, Restarted)]
         assert {index for index, event in seen[:at] if isinstance(event, Tokens)} == {0, 1, 2}
         for index in range(3):
             told = [token for i, event in seen[at:] if i == index and isinstance(event, Tokens) for token in event.ids]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epdd.dispatch.prefix_affinity import BLOCK, Prefixes, chain
+from epdd.dispatch.prefix_affinity import BLOCK, PrefixAffinity, chain
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.wire import Sampling
 
@@ -57,7 +57,7 @@ prompts = st.lists(runs, max_size=8).map(lambda parts: [part for part, times in 
 
 @given(st.lists(prompts, min_size=1, max_size=6), prompts)
 def test_the_longest_common_beginning_in_whole_blocks(given_before, asked):
-    prefixes, one, other = Prefixes(), worker(), worker()
+    prefixes, one, other = PrefixAffinity(), worker(), worker()
     for parts in given_before:
         prefixes.add(one, chain(prompt(parts)))
     found = prefixes.known(one, chain(prompt(asked)))
@@ -67,7 +67,7 @@ def test_the_longest_common_beginning_in_whole_blocks(given_before, asked):
 
 
 def test_what_was_given_longest_ago_is_forgotten_first_and_its_end_before_its_beginning():
-    prefixes, small = Prefixes(), worker(kv_tokens=4 * BLOCK)
+    prefixes, small = PrefixAffinity(), worker(kv_tokens=4 * BLOCK)
     first, second, third = ([kind] * 2 * BLOCK for kind in (1, 2, 3))
     for parts in (first, second, first, third):
         prefixes.add(small, chain(prompt(parts)))
@@ -78,7 +78,7 @@ def test_what_was_given_longest_ago_is_forgotten_first_and_its_end_before_its_be
 
 
 def test_a_worker_without_a_prefix_cache_or_process_knows_nothing():
-    prefixes, digests = Prefixes(), chain(prompt([1] * 200))
+    prefixes, digests = PrefixAffinity(), chain(prompt([1] * 200))
     without, gone = worker(prefix_cache=False), worker()
     gone.channel = None
     for one in (without, gone):

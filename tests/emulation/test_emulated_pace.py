@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from epdd.settings.config import Router
+from epdd.settings.config import RouterSettings
 from tests.dispatch.fleet import expected, request, running
 
 
@@ -53,9 +53,9 @@ async def test_a_switch_under_load_loses_nothing(policy):
         while not router.queue or fleet.supervisor.find("encoder/0").in_flight == 0:
             await asyncio.sleep(0)
         images, handed_over = len(router.queue), sum(router.pools.in_flight.values()) / 64
-        fleet.encoding.configure(Router(policy, "image", 6.0))
+        fleet.encoding.configure(RouterSettings(policy, "image", 6.0))
         assert router.waiting + sum(router.pools.in_flight.values()) == images + handed_over
-        assert (router.ratio(), fleet.encoding.settings) == (6.0, Router(policy, "image", 6.0))
+        assert (router.ratio(), fleet.encoding.settings) == (6.0, RouterSettings(policy, "image", 6.0))
         assert await asyncio.gather(*asks) == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
         await fleet.at_rest()
         reasons = {each["hand_overs"][0]["reason"] for name in ("r0", "r11")

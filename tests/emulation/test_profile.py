@@ -93,7 +93,7 @@ def test_a_file_and_the_scale(tmp_path):
 def test_settings_name_the_profile(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "SYSTEM_FILE", tmp_path / "none.toml")
     found, _ = config.load(["--emulate", PUBLISHED, "--set", "emulation.scale=4"], {})
-    assert found.emulation == config.Emulation(PUBLISHED, 4.0)
+    assert found.emulation == config.EmulationSettings(PUBLISHED, 4.0)
 
 
 @pytest.mark.parametrize("old, new, words", [

@@ -20,8 +20,8 @@ import time
 
 from epdd.arena import Mapping
 from epdd.errors import DeviceError
-from epdd.wire import (Beat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
-                       Loading, OpenArena, Opened, Pool, Prefilled, Ready, Tokens, pack, to_worker)
+from epdd.wire import (Heartbeat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
+                       Loading, OpenArena, Opened, GpuPool, Prefilled, Ready, Tokens, pack, to_worker)
 from epdd.worker.process import affinity
 
 
@@ -60,7 +60,7 @@ class FakeWorker:
             elif self.todo:
                 self.work()
             else:
-                self.say(Beat(self.steps))
+                self.say(Heartbeat(self.steps))
         sys.exit(3)
 
     def pool(self):
@@ -70,7 +70,7 @@ class FakeWorker:
         fd = os.memfd_create("pool")
         os.ftruncate(fd, size)
         self.pools[None] = mmap.mmap(fd, size)
-        return Pool(f"/proc/{os.getpid()}/fd/{fd}".encode().hex(), size)
+        return GpuPool(f"/proc/{os.getpid()}/fd/{fd}".encode().hex(), size)
 
     def open(self, message):
         if message.pool is not None and self.manners.get("shut"):

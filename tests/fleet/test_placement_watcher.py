@@ -11,7 +11,7 @@ from multiprocess import forkserver, resource_tracker
 
 from epdd.errors import PlacementError
 from epdd.fleet import placement_watcher
-from epdd.fleet.placement_watcher import Seating, keep_names
+from epdd.fleet.placement_watcher import PlacementWatcher, keep_names
 from epdd.fleet.worker import State
 from epdd.hardware import binding
 from epdd.wire import WorkerSpec
@@ -105,7 +105,7 @@ async def test_a_look_plans_anew_only_when_something_changed(monkeypatch):
             plans.append(specs_of(fleet))
             return plans[-1]
 
-        seats = Seating(fleet.supervisor, plan)
+        seats = PlacementWatcher(fleet.supervisor, plan)
         await seats.look()
         assert plans == []
         await seats.look(plan_anew=True)
@@ -121,7 +121,7 @@ async def test_where_no_plan_fits_all_stay_and_it_is_told(monkeypatch):
         def plan():
             raise PlacementError("1 physical cores are free; asked for: 2 x pd with 8 threads")
 
-        seats, before = Seating(fleet.supervisor, plan), pids(fleet)
+        seats, before = PlacementWatcher(fleet.supervisor, plan), pids(fleet)
         await seats.look(plan_anew=True)
         assert seats.error == "1 physical cores are free; asked for: 2 x pd with 8 threads"
         assert pids(fleet) == before
@@ -133,7 +133,7 @@ async def test_where_no_plan_fits_all_stay_and_it_is_told(monkeypatch):
 @several_cpus
 async def test_threads_moved_by_somebody_else_are_bound_again():
     async with running(encoders=1) as fleet:
-        seats = Seating(fleet.supervisor, lambda: specs_of(fleet))
+        seats = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet))
         fleet.supervisor.reconcile([replace(s, cpus=(CPU,)) for s in specs_of(fleet)])
         await until(lambda: all(worker.takes_work and worker.restarts for worker in fleet.supervisor.workers))
         before = pids(fleet)
@@ -146,7 +146,7 @@ async def test_threads_moved_by_somebody_else_are_bound_again():
 
 async def test_lost_memory_binding_is_a_new_start(monkeypatch):
     async with running(encoders=1) as fleet:
-        seats, before = Seating(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
+        seats, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
         lost = binding.folder(before["encoder/0"])
         real = binding.memory_nodes
         monkeypatch.setattr(binding, "memory_nodes", lambda process: (5,) if process == lost else real(process))
@@ -158,7 +158,7 @@ async def test_lost_memory_binding_is_a_new_start(monkeypatch):
 
 async def test_what_proc_does_not_tell_is_no_loss(monkeypatch):
     async with running(encoders=1) as fleet:
-        seats, before = Seating(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
+        seats, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
         monkeypatch.setattr(binding, "policy", lambda process: ("", set()))
         monkeypatch.setattr(binding, "memory_nodes", lambda process: (5,))
         await seats.look()
@@ -199,7 +199,7 @@ async def test_the_daemons_signals_end_nobody_else(number):
 async def test_what_cannot_be_read_for_the_moment_moves_nobody(monkeypatch):
     async with running(encoders=1) as fleet:
         planned = []
-        seats = Seating(fleet.supervisor, lambda: planned.append(1) or [])
+        seats = PlacementWatcher(fleet.supervisor, lambda: planned.append(1) or [])
         monkeypatch.setattr(binding, "allowed_nodes", lambda process=None: set())      # no descriptor for /proc
         await seats.look()
         assert not planned and not seats.changes

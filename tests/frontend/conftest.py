@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family(folder: Path) -> families.Family:
+def family(folder: Path) -> families.ModelInfo:
     return families.load(str(folder))
 
 

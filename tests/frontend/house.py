@@ -20,7 +20,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
-from epdd.frontend.context import Context, Event
+from epdd.frontend.context import Context, AnswerEvent
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.http.connections import Connections
 from epdd.frontend.http.server import Runner
@@ -36,11 +36,11 @@ def hosted(**settings: dict[str, Any]) -> Callable[[Callable[[House], Awaitable[
     """Makes `async def test(house)` a test against a server with these settings."""
 
     def wrap(test: Callable[[House], Awaitable[None]]) -> Callable[..., None]:
-        async def go(family: families.Family) -> None:
+        async def go(family: families.ModelInfo) -> None:
             async with asyncio.timeout(_TEST_S_MAX), serve(family, with_settings(**settings)) as house:
                 await test(house)
 
-        def run(family: families.Family) -> None:
+        def run(family: families.ModelInfo) -> None:
             uvloop.run(go(family))
 
         run.__doc__ = test.__doc__
@@ -56,10 +56,10 @@ class Script:
         self.requests: list[Request] = []
         self.closed = 0             # iterators that were closed before their own end
         self.finished = 0
-        self.play: Callable[[Request], AsyncIterator[Event]] = self.say("hello")
+        self.play: Callable[[Request], AsyncIterator[AnswerEvent]] = self.say("hello")
         self.tokenizer: Tokenizer = None  # type: ignore[assignment]
 
-    async def run(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def run(self, request: Request) -> AsyncGenerator[AnswerEvent, None]:
         self.requests.append(replace(request, images=list(request.images)))   # the real one's are let go
         try:
             async for event in self.play(request):
@@ -70,10 +70,10 @@ class Script:
         self.finished += 1
 
     def say(self, text: str, step_s: float = 0.0, fail: EpddError | None = None, hang: bool = False,
-            stop_token: int | None = 1, cached: int = 0) -> Callable[[Request], AsyncIterator[Event]]:
+            stop_token: int | None = 1, cached: int = 0) -> Callable[[Request], AsyncIterator[AnswerEvent]]:
         """Every choice says `text` token by token, then ends, fails or hangs."""
 
-        async def play(request: Request) -> AsyncIterator[Event]:
+        async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             yield 0, Prefilled(request.id, cached)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids[:request.sampling.max_tokens]
             for token in ids:
@@ -172,7 +172,7 @@ def states_of(status: dict[str, Any]) -> States:
 
 
 @asynccontextmanager
-async def serve(family: families.Family, config: Config | None = None) -> AsyncIterator[House]:
+async def serve(family: families.ModelInfo, config: Config | None = None) -> AsyncIterator[House]:
     """The real application on a real socket of the loopback."""
     script, door, stats = Script(), Door(), RequestStats()
     config = config or Config()

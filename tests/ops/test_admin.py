@@ -9,7 +9,7 @@ import pytest
 
 from epdd.errors import NotFound, StartupError
 from epdd.ops.admin import LINE_BYTES_MAX, AdminServer
-from epdd.settings.config import Admin
+from epdd.settings.config import AdminSettings
 
 
 def refuse(request):
@@ -19,7 +19,7 @@ def refuse(request):
 @pytest.fixture
 async def server(tmp_path):
     verbs = {"echo": lambda request: request["worker"], "drain": refuse, "broken": lambda request: 1 / 0}
-    server = AdminServer(tmp_path / "run" / "admin.sock", Admin(), verbs)
+    server = AdminServer(tmp_path / "run" / "admin.sock", AdminSettings(), verbs)
     await server.start()
     yield server
     await server.stop()
@@ -53,7 +53,7 @@ async def test_only_the_owner_may_open_it(server):
 
 
 async def test_a_living_daemons_socket_is_kept_and_a_dead_ones_replaced(server, tmp_path):
-    second = AdminServer(server.path, Admin(), {})
+    second = AdminServer(server.path, AdminSettings(), {})
     with pytest.raises(StartupError, match="another daemon"):
         await second.start()
     stale = tmp_path / "stale.sock"
@@ -61,7 +61,7 @@ async def test_a_living_daemons_socket_is_kept_and_a_dead_ones_replaced(server, 
     dead.close()
     await dead.wait_closed()
     assert stale.exists()
-    third = AdminServer(stale, Admin(), {"ok": lambda request: True})
+    third = AdminServer(stale, AdminSettings(), {"ok": lambda request: True})
     await third.start()
     assert (await ask(third, b'{"verb": "ok"}'))["result"] is True
     await third.stop()
@@ -72,5 +72,5 @@ async def test_a_file_in_the_sockets_place_is_kept(tmp_path):
     path = tmp_path / "notes"
     path.write_text("precious")
     with pytest.raises(StartupError, match="no socket"):
-        await AdminServer(path, Admin(), {}).start()
+        await AdminServer(path, AdminSettings(), {}).start()
     assert path.read_text() == "precious"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from epdd.errors import BadRequest, NoWorker, WorkerFailed
-from epdd.ops.metrics import Rate, RequestStats, Window
+from epdd.ops.metrics import WindowRate, RequestStats, Window
 
 
 class Clock:
@@ -30,7 +30,7 @@ def test_percentiles() -> None:
 
 def test_rate_is_of_the_last_whole_seconds() -> None:
     clock = Clock()
-    rate = Rate(clock)
+    rate = WindowRate(clock)
     assert rate.value() == 0
     rate.add(5)
     assert rate.value() == 0        # this second is not over

@@ -12,7 +12,7 @@ from epdd.errors import PlacementError
 from epdd.hardware import sysfs
 from epdd.hardware.topology import Cpu, Gpu, NumaNode, Topology, ranges
 from epdd.settings.config import Config
-from epdd.settings.worker_overrides import Wish
+from epdd.settings.worker_overrides import WorkerOverride
 from tests.placement.machines import FAMILY, GIB
 
 ARENA = 4 * GIB
@@ -139,7 +139,7 @@ def test_tables_are_obeyed_or_refused(topology, data):
     """Encoders whose CPUs are given keep them to themselves; the rest is placed around them."""
     cpus = sorted(cpu.id for cpu in topology.cpus)
     chosen = data.draw(st.lists(st.sampled_from(cpus), min_size=1, max_size=4, unique=True))
-    config = replace(Config(), worker=(Wish("encoder", cpus=tuple(sorted(chosen))),))
+    config = replace(Config(), worker=(WorkerOverride("encoder", cpus=tuple(sorted(chosen))),))
     cores = {cpu.core for cpu in topology.cpus if cpu.id in chosen}
     try:
         plan = placement.decide(topology, config, FAMILY, ARENA)

@@ -8,7 +8,7 @@ from epdd import placement
 from epdd.errors import PlacementError
 from epdd.hardware.topology import NumaNode, ranges
 from epdd.settings.config import Config
-from epdd.settings.worker_overrides import Wish
+from epdd.settings.worker_overrides import WorkerOverride
 from tests.placement.machines import FAMILY, GIB, machine
 
 ARENA = 4 * GIB
@@ -46,8 +46,9 @@ def test_the_other_role_gets_the_gpus_that_are_left():
 
 
 def test_tables_are_all_workers_of_their_role_in_their_order():
-    assert seats(machine([8, 8], gpu_nodes=[1]), Wish("encoder", numa_node=1), Wish("encoder", cpus=(2, 3, 4)),
-                 Wish("encoder", device="gpu:0", numa_node=0)) == [
+    assert seats(machine([8, 8], gpu_nodes=[1]), WorkerOverride("encoder", numa_node=1),
+                 WorkerOverride("encoder", cpus=(2, 3, 4)),
+                 WorkerOverride("encoder", device="gpu:0", numa_node=0)) == [
         ("encoder/0", "cpu", 1, "12-15", 4),
         ("encoder/1", "cpu", 0, "2-4", 3),
         ("encoder/2", "cuda:0", 0, "1,5", 2),
@@ -56,7 +57,7 @@ def test_tables_are_all_workers_of_their_role_in_their_order():
 
 def test_cores_whose_cpus_are_given_are_nobody_elses():
     """CPU 9 is the second thread of core 1."""
-    assert seats(machine([8]), Wish("pd", cpus=(0, 9))) == [
+    assert seats(machine([8]), WorkerOverride("pd", cpus=(0, 9))) == [
         ("encoder/0", "cpu", 0, "2-7", 6), ("pd/0", "cpu", 0, "0,9", 2)]
 
 
@@ -65,48 +66,51 @@ def test_an_encoder_and_a_prefill_decode_worker_share_a_gpu_where_both_are_asked
     assert devices(one, encoder="gpu:1", pd="gpu:1") == [("encoder/0", "cuda:0"), ("pd/0", "cuda:0")]
     assert devices(five, encoder="gpu:2", pd="gpu:4") == [
         ("encoder/0", "cuda:0"), ("encoder/1", "cuda:1"), *((f"pd/{i}", f"cuda:{i + 1}") for i in range(4))]
-    assert devices(one, Wish("encoder", device="gpu:0"), Wish("pd", device="gpu:0")) == [
+    assert devices(one, WorkerOverride("encoder", device="gpu:0"), WorkerOverride("pd", device="gpu:0")) == [
         ("encoder/0", "cuda:0"), ("pd/0", "cuda:0")]
-    assert devices(one, Wish("encoder", device="gpu:0")) == [("encoder/0", "cuda:0"), ("pd/0", "cpu")]
+    assert devices(one, WorkerOverride("encoder", device="gpu:0")) == [("encoder/0", "cuda:0"), ("pd/0", "cpu")]
 
 
 def test_both_threads_of_a_core_are_one_thread_of_the_worker():
-    assert seats(machine([4]), Wish("encoder", cpus=(0, 1, 4, 5)))[0] == ("encoder/0", "cpu", 0, "0-1,4-5", 2)
+    assert seats(machine([4]), WorkerOverride("encoder", cpus=(0, 1, 4, 5)))[0] == ("encoder/0", "cpu", 0, "0-1,4-5", 2)
 
 
 def test_cpus_on_two_nodes_leave_memory_unbound():
-    plan = decide(machine([4, 4]), Wish("encoder", cpus=(3, 4)))
+    plan = decide(machine([4, 4]), WorkerOverride("encoder", cpus=(3, 4)))
     assert (plan.specs[0].numa_node, plan.specs[0].cpus) == (None, (3, 4))
     assert "encoder/0 (cpu): its CPUs as asked; memory is not bound: " \
            "they are not all in one NUMA node with memory" in plan.why
-    bound = decide(machine([4, 4]), Wish("encoder", cpus=(3, 4), numa_node=1))
+    bound = decide(machine([4, 4]), WorkerOverride("encoder", cpus=(3, 4), numa_node=1))
     assert (bound.specs[0].numa_node, bound.specs[0].cpus) == (1, (3, 4))
     assert "encoder/0 (cpu): its CPUs as asked" in bound.why
 
 
 def test_a_gpu_in_a_table_is_not_given_twice():
-    assert devices(machine([8], gpu_nodes=[0, 0, 0]), Wish("encoder", device="gpu:1")) == [
+    assert devices(machine([8], gpu_nodes=[0, 0, 0]), WorkerOverride("encoder", device="gpu:1")) == [
         ("encoder/0", "cuda:1"), ("pd/0", "cuda:0"), ("pd/1", "cuda:2")]
 
 
 def test_threads_of_a_table():
-    assert seats(machine([8], threads=1), Wish("encoder", threads=2), Wish("encoder")) == [
+    assert seats(machine([8], threads=1), WorkerOverride("encoder", threads=2), WorkerOverride("encoder")) == [
         ("encoder/0", "cpu", 0, "5-6", 2), ("encoder/1", "cpu", 0, "7", 1), ("pd/0", "cpu", 0, "1-4", 4)]
 
 
 @pytest.mark.parametrize("wishes, words", [
-    ([Wish("pd", device="gpu:2")], r"\[\[worker\]\] 0 asks for gpu:2; there are GPUs 0-1"),
-    ([Wish("pd", device="gpu:1"), Wish("pd", device="gpu:1")], "1 asks for gpu:1 for another pd, which .* 0 has"),
-    ([Wish("pd", cpus=(3, 16, 17))], "0 asks for CPUs 16-17; this process may use 0-15"),
-    ([Wish("pd", cpus=(1, 2)), Wish("encoder", cpus=(2, 3))], "1 asks for CPU 2, which .* 0 has"),
-    ([Wish("pd", cpus=(1, 9), threads=2)], "asks for 2 threads on CPUs 1,9, which are 1 core"),
-    ([Wish("pd", numa_node=7)], "NUMA node 7 is asked for: it is not there; NUMA nodes with CPUs and memory: 0-1"),
-    ([Wish("pd", numa_node=2)], "NUMA node 2 is asked for: no CPUs that this process may use; NUMA nodes"),
-    ([Wish("pd", cpus=(1,), numa_node=3)], "NUMA node 3 is asked for: no CPUs .* and no memory"),
-    ([Wish("pd", cpus=(4, 5, 6, 7)), Wish("encoder", numa_node=1)],
+    ([WorkerOverride("pd", device="gpu:2")], r"\[\[worker\]\] 0 asks for gpu:2; there are GPUs 0-1"),
+    ([WorkerOverride("pd", device="gpu:1"), WorkerOverride("pd", device="gpu:1")],
+     "1 asks for gpu:1 for another pd, which .* 0 has"),
+    ([WorkerOverride("pd", cpus=(3, 16, 17))], "0 asks for CPUs 16-17; this process may use 0-15"),
+    ([WorkerOverride("pd", cpus=(1, 2)), WorkerOverride("encoder", cpus=(2, 3))], "1 asks for CPU 2, which .* 0 has"),
+    ([WorkerOverride("pd", cpus=(1, 9), threads=2)], "asks for 2 threads on CPUs 1,9, which are 1 core"),
+    ([WorkerOverride("pd", numa_node=7)],
+     "NUMA node 7 is asked for: it is not there; NUMA nodes with CPUs and memory: 0-1"),
+    ([WorkerOverride("pd", numa_node=2)], "NUMA node 2 is asked for: no CPUs that this process may use; NUMA nodes"),
+    ([WorkerOverride("pd", cpus=(1,), numa_node=3)], "NUMA node 3 is asked for: no CPUs .* and no memory"),
+    ([WorkerOverride("pd", cpus=(4, 5, 6, 7)), WorkerOverride("encoder", numa_node=1)],
      "NUMA node 1 is asked for: the settings give its co"),
-    ([Wish("pd", numa_node=0, threads=4)], "4 physical cores are free on NUMA node 0; asked for: 1 x pd with 4 thread"),
-    ([Wish("encoder", cpus=tuple(range(8)))], r"tables take all 8 cores; 2 more workers need at least one"),
+    ([WorkerOverride("pd", numa_node=0, threads=4)],
+     "4 physical cores are free on NUMA node 0; asked for: 1 x pd with 4 thread"),
+    ([WorkerOverride("encoder", cpus=tuple(range(8)))], r"tables take all 8 cores; 2 more workers need at least one"),
 ])
 def test_the_impossible_is_refused_with_what_is_there(wishes, words):
     topology = machine([4, 4], gpu_nodes=[0, 1])
@@ -117,16 +121,17 @@ def test_the_impossible_is_refused_with_what_is_there(wishes, words):
 
 def test_no_gpu_is_there():
     with pytest.raises(PlacementError, match="asks for gpu:0; there is no GPU"):
-        decide(machine([4]), Wish("pd", device="gpu:0"))
+        decide(machine([4]), WorkerOverride("pd", device="gpu:0"))
     with pytest.raises(PlacementError, match="encoder.workers is gpu:1, pd.workers is gpu:2: that takes 3 GPUs; there "
                                              "is 1 GPU"):
         decide(machine([4], gpu_nodes=[0]), encoder="gpu:1", pd="gpu:2")
     with pytest.raises(PlacementError, match="there are 2 GPUs, 1 of them in"):
-        decide(machine([4], gpu_nodes=[0, 0]), Wish("encoder", device="gpu:0"), pd="gpu:2")
+        decide(machine([4], gpu_nodes=[0, 0]), WorkerOverride("encoder", device="gpu:0"), pd="gpu:2")
 
 
 def test_every_decision_has_its_reason():
-    assert decide(machine([16, 16], gpu_nodes=[1, 0]), Wish("encoder", device="gpu:1"), Wish("encoder", cpus=(3,)),
+    assert decide(machine([16, 16], gpu_nodes=[1, 0]), WorkerOverride("encoder", device="gpu:1"),
+                  WorkerOverride("encoder", cpus=(3,)),
                   pd="gpu:1").why == [
         "32 cores count, not 64 CPUs: a second thread on a core would slow the first",
         "1 core belongs to workers whose cpus are given",

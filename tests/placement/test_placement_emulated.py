@@ -10,7 +10,7 @@ from epdd.fleet.placement_watcher import keep_names
 from epdd.hardware.probe import probe
 from epdd.settings import config
 from epdd.settings.config import Config
-from epdd.settings.worker_overrides import Wish
+from epdd.settings.worker_overrides import WorkerOverride
 from epdd.wire import WorkerSpec
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -57,7 +57,7 @@ def test_more_than_the_profile_has_is_refused() -> None:
 def test_tables_of_real_seats_are_refused() -> None:
     made = emulation.load(config.Emulation("laptop"), TOKENIZER)
     with pytest.raises(PlacementError, match="tables place real workers"):
-        placement.plan(probe(), Config(worker=(Wish("pd"),)), families.load(str(DEMO)), 1 << 20, made)
+        placement.plan(probe(), Config(worker=(WorkerOverride("pd"),)), families.load(str(DEMO)), 1 << 20, made)
 
 
 def test_settings_lower_what_the_profile_allows() -> None:

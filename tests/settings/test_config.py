@@ -8,7 +8,7 @@ import pytest
 from epdd.errors import ConfigError
 from epdd.settings import config
 from epdd.settings.config import SECTIONS, Config
-from epdd.settings.worker_overrides import Count, Wish, count
+from epdd.settings.worker_overrides import WorkerCount, WorkerOverride, count
 
 REFERENCE = Path(__file__).parents[2] / "etc" / "epdd.toml"
 SETTING = re.compile(r"^#(?=[a-z_]+ = )", re.MULTILINE)
@@ -60,8 +60,9 @@ def test_texts_become_values(no_system_file):
 
 
 @pytest.mark.parametrize("text, found", [
-    ("auto", Count()), ("0", Count()), (3, Count(3)), ("gpu:1,cpu:4", Count(5, (1, 4))), (" cpu:2 ", Count(2, (0, 2))),
-    ("cpu:0, gpu:4", Count(4, (4, 0)))])
+    ("auto", WorkerCount()), ("0", WorkerCount()), (3, WorkerCount(3)),
+    ("gpu:1,cpu:4", WorkerCount(5, (1, 4))), (" cpu:2 ", WorkerCount(2, (0, 2))),
+    ("cpu:0, gpu:4", WorkerCount(4, (4, 0)))])
 def test_how_many_workers(text, found):
     workers = Config().with_values("encoder", {"workers": text}, "test").encoder.workers
     assert count(workers, "encoder.workers") == found
@@ -74,7 +75,7 @@ def test_workers_one_by_one(tmp_path):
     file.write_text(re.sub(r"^# (.*?)( +\(.*)?$", r"\1", example, flags=re.MULTILINE)
                     + "\n[[worker]]\nrole = 'pd'\ncpus = [4, 2]\n")
     assert load("--config", str(file)).worker == (
-        Wish("encoder", "gpu:1", (*range(16), 32), numa_node=0, threads=8), Wish("pd", cpus=(2, 4)))
+        WorkerOverride("encoder", "gpu:1", (*range(16), 32), numa_node=0, threads=8), WorkerOverride("pd", cpus=(2, 4)))
 
 
 @pytest.mark.parametrize("toml, words", [

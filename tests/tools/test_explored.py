@@ -8,7 +8,7 @@ import pytest
 from epdd.dispatch.encoder_cache.extents import Extents
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
-from epdd.dispatch.pipeline import Again, Pipeline
+from epdd.dispatch.pipeline import Restarted, Pipeline
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerLost
 from epdd.fleet.channel import Work
@@ -150,7 +150,7 @@ def nobody_hears_that_all_begins_anew(monkeypatch):
     async def silent(self, request):
         async with aclosing(run(self, request)) as answers:
             async for answer in answers:
-                if not isinstance(answer[1], Again):
+                if not isinstance(answer[1], Restarted):
                     yield answer
     monkeypatch.setattr(Pipeline, "run", silent)
 

@@ -48,7 +48,7 @@ class Worker:
         seen = []
         while not seen or not isinstance(seen[-1], kinds):
             message = self.read()
-            if not isinstance(message, wire.Beat):
+            if not isinstance(message, wire.Heartbeat):
                 seen.append(message)
         return seen
 

@@ -13,16 +13,16 @@ from tools.explore.memory import Violation
 
 from epdd.arena import PAGE
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.pipeline import Again, Pipeline
+from epdd.dispatch.pipeline import Restarted, Pipeline
 from epdd.dispatch.request import Image, Placed, Request
-from epdd.families.model_info import Family
+from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.settings.config import POLICIES
 from epdd.wire import Sampling, Tokens
 
 ROWS_A_PAGE = 16
-FAMILY = Family("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
-                hidden=PAGE // ROWS_A_PAGE // 4, planes=1, context_max=4096, vocab=1000, eos_ids=(0,))
+FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
+                   hidden=PAGE // ROWS_A_PAGE // 4, planes=1, context_max=4096, vocab=1000, eos_ids=(0,))
 MANNERS = Manners()
 DEADLY = MANNERS.deadly
 
@@ -120,7 +120,7 @@ class Asker:
     async def _listen(self, pipeline: Pipeline) -> None:
         async with aclosing(pipeline.run(self.request)) as events:
             async for event in events:
-                if isinstance(event[1], Again):
+                if isinstance(event[1], Restarted):
                     self._begin_anew()
                     continue
                 self.told.append(event)

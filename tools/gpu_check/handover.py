@@ -72,7 +72,7 @@ def measure(check: Check) -> None:
                   else "")
         ways = {"host arena": ARENA}
         if encoder.pool:
-            opened = transfer.handle(wire.OpenArena(POOL, wire.Pool(encoder.pool, ARENA_BYTES)))
+            opened = transfer.handle(wire.OpenArena(POOL, wire.GpuPool(encoder.pool, ARENA_BYTES)))
             if opened and not opened.error:
                 ways["CUDA IPC"] = POOL
             check.row("CUDA IPC opened", "no" if opened and opened.error else "yes", "", opened.error if opened else "")

@@ -19,16 +19,16 @@ from epdd.dispatch.encoder_cache.extents import Extents
 from epdd.wire import Lease
 
 if TYPE_CHECKING:
-    from epdd.dispatch.encoder_cache.leases import Embedding
+    from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry
 
 
 @dataclass(eq=False)
-class Pool:
+class PoolBook:
     """One encoder process's memory."""
 
     extents: Extents
-    members: set[Embedding] = field(default_factory=set)        # their rows lie here, or are being written
-    idle: OrderedDict[str, Embedding] = field(default_factory=OrderedDict)      # wanted by nobody, oldest first
+    members: set[EncoderCacheEntry] = field(default_factory=set)        # their rows lie here, or are being written
+    idle: OrderedDict[str, EncoderCacheEntry] = field(default_factory=OrderedDict)      # wanted by nobody, oldest first
 
     @property
     def used_bytes(self) -> int:
@@ -42,12 +42,12 @@ class Pool:
 class GpuPools:
     """Allocator of all pools; `drop` and `evict` make the cache forget an embedding, and give its bytes back here."""
 
-    def __init__(self, drop: Callable[[Embedding], None], evict: Callable[[Embedding], None]) -> None:
+    def __init__(self, drop: Callable[[EncoderCacheEntry], None], evict: Callable[[EncoderCacheEntry], None]) -> None:
         self._drop, self._evict = drop, evict
-        self.pools: dict[int, Pool] = {}
+        self.pools: dict[int, PoolBook] = {}
 
     def add(self, arena: int, size: int) -> None:
-        self.pools[arena] = Pool(Extents(size, PAGE))
+        self.pools[arena] = PoolBook(Extents(size, PAGE))
 
     def lose(self, arena: int) -> None:
         """The encoder's process is gone: so is all that lay there, wanted or not."""
@@ -57,12 +57,12 @@ class GpuPools:
             else:
                 self.forget(embedding)
 
-    def forget(self, embedding: Embedding) -> None:
+    def forget(self, embedding: EncoderCacheEntry) -> None:
         """Its rows are of no use to anybody: who wants it begins anew."""
         embedding.lost = True
         self._drop(embedding)
 
-    def place(self, embedding: Embedding, arena: int, size: int) -> Lease | None:
+    def place(self, embedding: EncoderCacheEntry, arena: int, size: int) -> Lease | None:
         """Room for an image's rows, which its encoder may write from now on; None if there is none.
 
         What is kept there for reuse goes first, the longest unused before.
@@ -77,7 +77,7 @@ class GpuPools:
         embedding.place = Lease(offset, size, arena)
         return embedding.place
 
-    def leave(self, embedding: Embedding, place: Lease) -> None:
+    def leave(self, embedding: EncoderCacheEntry, place: Lease) -> None:
         """The encoder will not write there any more; rows that it has written stay.
 
         One that is lost may be told of late, when another encoder has another place already.
@@ -86,25 +86,25 @@ class GpuPools:
             embedding.place = None
             self.give_back(embedding, place)
 
-    def written(self, embedding: Embedding, size: int) -> Lease:
+    def written(self, embedding: EncoderCacheEntry, size: int) -> Lease:
         """The rows lie in the place; it is the embedding's lease from now on."""
         place, embedding.place = embedding.place, None
         assert place is not None
         self.pools[place.arena].extents.shrink(place.offset, place.size, size)
         return Lease(place.offset, size, place.arena)
 
-    def give_back(self, embedding: Embedding, lease: Lease) -> None:
+    def give_back(self, embedding: EncoderCacheEntry, lease: Lease) -> None:
         """Nobody touches these bytes any more."""
         pool = self.pools.get(lease.arena)
         if pool is not None:
             pool.members.discard(embedding)
             pool.extents.release(lease.offset, lease.size)
 
-    def rest(self, embedding: Embedding) -> None:
+    def rest(self, embedding: EncoderCacheEntry) -> None:
         """Nobody wants it now; it stays until its room is needed."""
         self.pools[embedding.lease.arena].idle[embedding.key] = embedding
 
-    def unrest(self, embedding: Embedding) -> None:
+    def unrest(self, embedding: EncoderCacheEntry) -> None:
         pool = self.pools.get(embedding.lease.arena)
         if pool is not None:
             pool.idle.pop(embedding.key, None)

@@ -26,7 +26,7 @@ from epdd.wire import Lease
 
 
 @dataclass(eq=False)
-class Embedding:
+class EncoderCacheEntry:
     """One image's rows in the arena, encoded or about to be."""
 
     image: Image
@@ -69,6 +69,10 @@ class CacheCounts:
     evictions: int = 0
 
 
+# Entries of all images, in their order, and those among them that are to be encoded.
+Acquired = tuple[list[EncoderCacheEntry], list[EncoderCacheEntry]]
+
+
 class Leases:
     """The arena's allocator and the cache on top of it.  All calls come from the event loop."""
 
@@ -76,8 +80,8 @@ class Leases:
         """`cache_bytes` bounds what stays for reuse; it is never more than the arena."""
         self._extents = Extents(arena_bytes, PAGE)
         self.cache_limit = min(cache_bytes, self._extents.size)
-        self._entries: dict[str, Embedding] = {}
-        self._idle: OrderedDict[str, Embedding] = OrderedDict()     # ready and unwanted, oldest first
+        self._entries: dict[str, EncoderCacheEntry] = {}
+        self._idle: OrderedDict[str, EncoderCacheEntry] = OrderedDict()     # ready and unwanted, oldest first
         self.cached_bytes = 0               # of those; summing them up for each release would be milliseconds
         self._waiting: deque[asyncio.Event] = deque()
         self.gpu = GpuPools(self._drop, self._evict)
@@ -91,7 +95,7 @@ class Leases:
         """Arena bytes of a request's distinct images."""
         return sum({image.key: self._extents.rounded(size) for image, size in zip(images, sizes)}.values())
 
-    async def acquire(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]]:
+    async def acquire(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired:
         """Want every image's embedding: (one per image, those of them that must be encoded now).
 
         Waits in turn until all fit.  The caller releases each entry of the first list once.
@@ -103,7 +107,7 @@ class Leases:
             got = await self._wait(images, sizes)
         return got
 
-    async def _wait(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]]:
+    async def _wait(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired:
         turn = asyncio.Event()
         self._waiting.append(turn)
         try:
@@ -121,7 +125,7 @@ class Leases:
         if self._waiting:
             self._waiting[0].set()
 
-    def _try(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]] | None:
+    def _try(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired | None:
         got = self._fit(images, sizes)
         if got is None and self._only_cached:
             # Nobody will give anything back.  In the way are cached embeddings, the request's own among them, and the
@@ -136,9 +140,9 @@ class Leases:
         """Every byte that is not free is kept for reuse, and touched by nobody."""
         return self.used_bytes == self.cached_bytes and not any(entry.holds for entry in self._idle.values())
 
-    def _fit(self, images: Sequence[Image], sizes: Sequence[int]) -> tuple[list[Embedding], list[Embedding]] | None:
-        fresh: dict[str, Embedding] = {}
-        wanted: list[Embedding] = []
+    def _fit(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired | None:
+        fresh: dict[str, EncoderCacheEntry] = {}
+        wanted: list[EncoderCacheEntry] = []
         # Want the present ones first, so that making room cannot evict them.
         for image in images:
             if image.key in self._entries:
@@ -154,7 +158,7 @@ class Leases:
                 for embedding in wanted:
                     self._unwant(embedding)
                 return None
-            fresh[image.key] = Embedding(image, Lease(offset, size))
+            fresh[image.key] = EncoderCacheEntry(image, Lease(offset, size))
         self._count(wanted, fresh)
         self._entries.update(fresh)
         result = [self._entries[image.key] for image in images]
@@ -163,7 +167,7 @@ class Leases:
                 embedding.refs += 1
         return result, list(fresh.values())
 
-    def _count(self, present: Sequence[Embedding], fresh: dict[str, Embedding]) -> None:
+    def _count(self, present: Sequence[EncoderCacheEntry], fresh: dict[str, EncoderCacheEntry]) -> None:
         self.counts.hits += sum(embedding.ready for embedding in present)
         self.counts.joined += sum(not embedding.ready for embedding in present)
         self.counts.misses += len(fresh)
@@ -177,34 +181,34 @@ class Leases:
             self._evict(victim)
         return offset
 
-    def _evict(self, embedding: Embedding) -> None:
+    def _evict(self, embedding: EncoderCacheEntry) -> None:
         self._drop(embedding)
         self.counts.evictions += 1
 
-    def _want(self, embedding: Embedding) -> None:
+    def _want(self, embedding: EncoderCacheEntry) -> None:
         embedding.refs += 1
         self._unrest(embedding)
 
-    def _unwant(self, embedding: Embedding) -> None:
+    def _unwant(self, embedding: EncoderCacheEntry) -> None:
         embedding.refs -= 1
         assert embedding.refs >= 0, "released more often than acquired"
         if embedding.refs == 0 and embedding.ready and not embedding.dropped:
             self._rest(embedding)
 
-    def _rest(self, embedding: Embedding) -> None:
+    def _rest(self, embedding: EncoderCacheEntry) -> None:
         if embedding.lease.arena:
             self.gpu.rest(embedding)
             return
         self._idle[embedding.key] = embedding
         self.cached_bytes += self._extents.rounded(embedding.lease.size)
 
-    def _unrest(self, embedding: Embedding) -> None:
+    def _unrest(self, embedding: EncoderCacheEntry) -> None:
         if embedding.lease.arena:
             self.gpu.unrest(embedding)
         elif self._idle.pop(embedding.key, None) is not None:
             self.cached_bytes -= self._extents.rounded(embedding.lease.size)
 
-    def release(self, embedding: Embedding) -> None:
+    def release(self, embedding: EncoderCacheEntry) -> None:
         """The request needs it no more.  A ready one stays as cache; one that failed or was never begun goes."""
         self._unwant(embedding)
         if embedding.refs == 0 and not embedding.ready and embedding.holds == 0:
@@ -216,11 +220,11 @@ class Leases:
         while self._idle and self.cached_bytes > self.cache_limit:
             self._evict(next(iter(self._idle.values())))
 
-    def hold(self, embedding: Embedding) -> None:
+    def hold(self, embedding: EncoderCacheEntry) -> None:
         """A work that touches the bytes begins."""
         embedding.holds += 1
 
-    def unhold(self, embedding: Embedding) -> None:
+    def unhold(self, embedding: EncoderCacheEntry) -> None:
         """That work has ended: by its last message or with its process."""
         embedding.holds -= 1
         assert embedding.holds >= 0, "unheld more often than held"
@@ -230,7 +234,7 @@ class Leases:
             self._drop(embedding)
         self._freed()
 
-    def written(self, embedding: Embedding, size: int, dtype: str) -> None:
+    def written(self, embedding: EncoderCacheEntry, size: int, dtype: str) -> None:
         """The encoder has written `size` bytes; what is left of the lease goes back."""
         assert size <= (embedding.place or embedding.lease).size, "an encoder wrote beyond its lease"
         if embedding.place is not None:
@@ -248,14 +252,14 @@ class Leases:
         embedding._wake()
         self._freed()
 
-    def failed(self, embedding: Embedding, error: EpddError) -> None:
+    def failed(self, embedding: EncoderCacheEntry, error: EpddError) -> None:
         """It cannot be encoded: all who wait get `error`, and the next to ask tries afresh."""
         embedding.failure = error
         self._drop(embedding)
         embedding._wake()
         self._freed()
 
-    def _drop(self, embedding: Embedding) -> None:
+    def _drop(self, embedding: EncoderCacheEntry) -> None:
         """Forget it; the bytes go back now or with the last hold."""
         if embedding.dropped:
             return
@@ -266,7 +270,7 @@ class Leases:
         if embedding.holds == 0:
             self._give_back(embedding)
 
-    def _give_back(self, embedding: Embedding) -> None:
+    def _give_back(self, embedding: EncoderCacheEntry) -> None:
         if embedding.lease.arena:
             self.gpu.give_back(embedding, embedding.lease)
         else:

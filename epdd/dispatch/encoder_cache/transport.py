@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from epdd.dispatch.encoder_cache.leases import Embedding, Leases
+from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
 from epdd.errors import WorkerLost
 from epdd.fleet.process import leaving
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.wire import CloseArena, Lease, OpenArena, Pool, Ready
+from epdd.wire import CloseArena, Lease, OpenArena, GpuPool, Ready
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class Source:
     encoder: Worker
     ready: Ready                # of that process
     pid: int
-    pool: Pool
+    pool: GpuPool
 
     @property
     def alive(self) -> bool:
         return self.encoder.ready is self.ready and self.encoder.state in (State.READY, State.DRAINING)
 
 
-class Transport:
+class EmbeddingTransport:
     """Called after every change of the fleet, before anybody acts on it."""
 
     def __init__(self, supervisor: Supervisor, leases: Leases) -> None:
@@ -66,7 +66,7 @@ class Transport:
             if worker.kind == "gpu" and worker.ready is not None and worker.spec.pace is None:
                 self._tell(worker, worker.ready, pinned)
 
-    def _add(self, worker: Worker, ready: Ready, pool: Pool) -> None:
+    def _add(self, worker: Worker, ready: Ready, pool: GpuPool) -> None:
         if worker.process is None or worker.state not in (State.READY, State.DRAINING):
             return
         source = Source(next(self._numbers), worker, ready, worker.process.pid, pool)
@@ -97,7 +97,7 @@ class Transport:
 
     # --- for one image or request
 
-    def place(self, embedding: Embedding, encoder: Worker, size: int) -> Lease | None:
+    def place(self, embedding: EncoderCacheEntry, encoder: Worker, size: int) -> Lease | None:
         """Room in the encoder's own memory for what it is about to write, if all can read it there."""
         source = next((source for source in self._sources.values() if source.encoder is encoder), None)
         readers = [worker for worker in self._supervisor.role("pd") if worker.takes_work]
@@ -105,11 +105,11 @@ class Transport:
             return None
         return self._leases.gpu.place(embedding, source.arena, size)
 
-    def reads(self, worker: Worker, embeddings: Iterable[Embedding]) -> bool:
+    def reads(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
         """Whether a prefill-decode worker can read them all where they lie."""
         return all(worker.arenas.get(arena) == "" for arena in _arenas(embeddings))
 
-    def give_up_unreadable(self, embeddings: Iterable[Embedding]) -> None:
+    def give_up_unreadable(self, embeddings: Iterable[EncoderCacheEntry]) -> None:
         """Raises WorkerLost where no prefill-decode worker will ever read them together; they are forgotten then."""
         lying = [embedding for embedding in embeddings if embedding.lease.arena]
         if lying and not any(self._may_read(worker, lying) for worker in self._supervisor.role("pd")):
@@ -117,13 +117,13 @@ class Transport:
                 self._leases.gpu.forget(embedding)
             raise WorkerLost("no prefill-decode worker can read the rows where they lie")
 
-    def _may_read(self, worker: Worker, embeddings: Iterable[Embedding]) -> bool:
+    def _may_read(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
         """Whether it can, or will be able to as far as is known."""
         return worker.comes_back and all(
             not worker.arenas.get(arena) and self._sources[arena].encoder.spec.device in worker.spec.peers
             for arena in _arenas(embeddings))
 
-    def check(self, embeddings: Iterable[Embedding]) -> None:
+    def check(self, embeddings: Iterable[EncoderCacheEntry]) -> None:
         """Raises WorkerLost if rows were, or may have been, lost with their encoder; what has been read is void."""
         gone = [embedding for embedding in embeddings if embedding.lost or not self._alive(embedding.lease.arena)]
         for embedding in gone:
@@ -167,6 +167,6 @@ class Transport:
                 for source in self._sources.values()]
 
 
-def _arenas(embeddings: Iterable[Embedding]) -> set[int]:
+def _arenas(embeddings: Iterable[EncoderCacheEntry]) -> set[int]:
     """The pools that they lie in."""
     return {embedding.lease.arena for embedding in embeddings} - {HOST}

@@ -39,19 +39,19 @@ class Job:
         return 1.0 if unit == "image" else 1.0 / self.images
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> QueueEntry:
         """Its place in the queue, and itself."""
         return self.due, self.number, self
 
 
-Entry = tuple[float, int, Job]      # sorted by the first two: no two jobs have the same number
+QueueEntry = tuple[float, int, Job]      # sorted by the first two: no two jobs have the same number
 
 
 class Queue:
     """Jobs that wait, least `due` first, then in order of arrival."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[QueueEntry] = []
         self.patches = 0
 
     def put(self, job: Job) -> None:

@@ -16,10 +16,10 @@ DRIFT = 1e-6            # no job weighs so little: what is left of sums of fract
 SAMPLE_MAX = 16         # lanes that are looked at one by one in a decision
 SECONDS_MIN = 1e-6      # no image takes less: a model fed by a stopped clock may say so
 
-Entry = tuple[float, int, "Lane"]       # sorted by the first two: no two lanes have the same number
+ReplicaEntry = tuple[float, int, "EncoderReplica"]       # sorted by the first two: no two lanes have the same number
 
 
-class Lane:
+class EncoderReplica:
     """One encoder."""
 
     def __init__(self, name: str, kind: str, model: TimeModel, number: int) -> None:
@@ -31,7 +31,7 @@ class Lane:
         self.held: list[Job] = []       # handed over and not ended, oldest first
         self.in_flight = 0.0            # their cost, in the router's unit
         self.seconds = 0.0              # for an image of typical size
-        self.places: list[tuple[list[Entry], Entry]] = []
+        self.places: list[tuple[list[ReplicaEntry], ReplicaEntry]] = []
         self._since = 0.0               # when it began the oldest
         self._first_s = 0.0             # predicted for the oldest,
         self._rest_s = 0.0              # and for those behind it
@@ -77,7 +77,7 @@ class Lane:
         self.in_flight = self.in_flight - cost if self.held else 0.0
 
 
-class Pools:
+class ReplicaSet:
     """All lanes, sorted by what they can do now.
 
     Of those that take work, a lane is idle (holds nothing), open (is done within `ahead_s`: the next image can be
@@ -89,27 +89,27 @@ class Pools:
         self.ahead_s = ahead_s
         self.typical_patches = typical_patches
         self.by_load = False                # open lanes: least loaded first, instead of first done first
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, EncoderReplica] = {}
         # Of the lanes that take work: cost in flight, how many, and typical images a second.
         self.in_flight = {CPU: 0.0, GPU: 0.0}
         self.count = {CPU: 0, GPU: 0}
         self.rate = {CPU: 0.0, GPU: 0.0}
-        self._idle: dict[str, list[Entry]] = {CPU: [], GPU: []}     # fastest first
-        self._open: dict[str, list[Entry]] = {CPU: [], GPU: []}
-        self._closed: list[Entry] = []      # fastest first
-        self._opening: list[Entry] = []     # the closed ones, first to open first
-        self._turns: list[Lane] | None = None
+        self._idle: dict[str, list[ReplicaEntry]] = {CPU: [], GPU: []}     # fastest first
+        self._open: dict[str, list[ReplicaEntry]] = {CPU: [], GPU: []}
+        self._closed: list[ReplicaEntry] = []      # fastest first
+        self._opening: list[ReplicaEntry] = []     # the closed ones, first to open first
+        self._turns: list[EncoderReplica] | None = None
         self._numbers = 0
 
     # --- the fleet
 
-    def set_lane(self, name: str, kind: str, model: TimeModel, taking: bool, now: float) -> Lane:
+    def set_lane(self, name: str, kind: str, model: TimeModel, taking: bool, now: float) -> EncoderReplica:
         """Add a lane, or give it another time model or another will to work."""
         lane = self.lanes.get(name)
         if lane is None or lane.kind != kind and not lane.held:
             if lane is not None:
                 self.drop_lane(name)
-            lane = self.lanes[name] = Lane(name, kind, model, self._numbers)
+            lane = self.lanes[name] = EncoderReplica(name, kind, model, self._numbers)
             self._numbers += 1
         elif lane.model is model and lane.taking is taking:
             return lane
@@ -126,13 +126,13 @@ class Pools:
         self._forget(lane)
         self._turns = None
 
-    def take(self, lane: Lane, job: Job, now: float) -> None:
+    def take(self, lane: EncoderReplica, job: Job, now: float) -> None:
         """`job` is handed to `lane`."""
         self._forget(lane)
         lane.take(job, job.cost(self.unit), now)
         self._place(lane, now)
 
-    def let_go(self, lane: Lane, job: Job, now: float) -> None:
+    def let_go(self, lane: EncoderReplica, job: Job, now: float) -> None:
         """`lane` is done with `job`, one way or the other."""
         self._forget(lane)
         lane.let_go(job, job.cost(self.unit), now)
@@ -148,7 +148,7 @@ class Pools:
             lane.in_flight = sum(job.cost(self.unit) for job in lane.held)
             self._place(lane, now)
 
-    def _forget(self, lane: Lane) -> None:
+    def _forget(self, lane: EncoderReplica) -> None:
         for entries, entry in lane.places:
             del entries[bisect_left(entries, entry)]
         if lane.places:
@@ -158,7 +158,7 @@ class Pools:
             self.rate[lane.kind] = self.rate[lane.kind] - 1.0 / lane.seconds if self.count[lane.kind] else 0.0
         lane.places = []
 
-    def _place(self, lane: Lane, now: float) -> None:
+    def _place(self, lane: EncoderReplica, now: float) -> None:
         if not lane.taking:
             return
         self._count_in(lane)
@@ -171,13 +171,13 @@ class Pools:
             if not lane.alone:
                 self._insert(lane, self._opening, lane.until - self.ahead_s)
 
-    def _count_in(self, lane: Lane) -> None:
+    def _count_in(self, lane: EncoderReplica) -> None:
         self.count[lane.kind] += 1
         self.in_flight[lane.kind] += lane.in_flight
         lane.seconds = max(lane.model.predict(self.typical_patches), SECONDS_MIN)
         self.rate[lane.kind] += 1.0 / lane.seconds
 
-    def _insert(self, lane: Lane, entries: list[Entry], key: float) -> None:
+    def _insert(self, lane: EncoderReplica, entries: list[ReplicaEntry], key: float) -> None:
         entry = (key, lane.number, lane)
         insort(entries, entry)
         lane.places.append((entries, entry))
@@ -195,12 +195,12 @@ class Pools:
         """When the next closed lane opens."""
         return self._opening[0][0] if self._opening else None
 
-    def idle(self, kind: str, but: str | None = None) -> Lane | None:
+    def idle(self, kind: str, but: str | None = None) -> EncoderReplica | None:
         """The fastest that holds nothing; the one of that name only if there is no other."""
         lanes = self._idle[kind]
         return next((lane for _, _, lane in lanes if lane.name != but), lanes[0][2] if lanes else None)
 
-    def open(self, kind: str, now: float) -> Lane | None:
+    def open(self, kind: str, now: float) -> EncoderReplica | None:
         """The best of those that are nearly done."""
         entries = self._open[kind]
         while entries:
@@ -213,11 +213,11 @@ class Pools:
             self._insert(lane, self._closed, lane.seconds)
         return None
 
-    def first(self, kind: str, now: float) -> Lane | None:
+    def first(self, kind: str, now: float) -> EncoderReplica | None:
         """The best that can take a job: the fastest idle one, else the best of the open ones."""
         return self.idle(kind) or self.open(kind, now)
 
-    def candidates(self, now: float) -> list[Lane]:
+    def candidates(self, now: float) -> list[EncoderReplica]:
         """The best of each kind and state: one of them is the first to finish a job, whatever its size."""
         found = (self.idle(GPU), self.open(GPU, now), self.idle(CPU), self.open(CPU, now))
         return [lane for lane in found if lane is not None]
@@ -226,10 +226,10 @@ class Pools:
     def any_open(self) -> bool:
         return any(self._idle.values()) or any(self._open.values())
 
-    def is_open(self, lane: Lane, now: float) -> bool:
+    def is_open(self, lane: EncoderReplica, now: float) -> bool:
         return lane.taking and not lane.alone and lane.remaining(now) <= self.ahead_s
 
-    def faster(self, seconds: float) -> tuple[list[Lane], int]:
+    def faster(self, seconds: float) -> tuple[list[EncoderReplica], int]:
         """Closed lanes that need less than `seconds` for an image of typical size, and how many there are.
 
         Of many only some, evenly spread: they stand for all, and a decision stays cheap.
@@ -238,8 +238,8 @@ class Pools:
         step = -(-count // SAMPLE_MAX) or 1
         return [lane for _, _, lane in self._closed[:count:step]], count
 
-    def turns(self) -> list[Lane]:
-        """Lanes that take work, as the fleet lists them."""
+    def turns(self) -> list[EncoderReplica]:
+        """Encoders that take work, as the fleet lists them."""
         if self._turns is None:
             self._turns = [lane for lane in self.lanes.values() if lane.taking]
         return self._turns

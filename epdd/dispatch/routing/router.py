@@ -19,7 +19,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from epdd.dispatch.routing.queue import Job, Queue
-from epdd.dispatch.routing.replicas import CPU, GPU, SECONDS_MIN, Lane, Pools
+from epdd.dispatch.routing.replicas import CPU, GPU, SECONDS_MIN, EncoderReplica, ReplicaSet
 
 LOOK_AHEAD = 256        # jobs that `earliest` walks through: bounds the cost of a decision
 NOT_WORTH = 1.1         # a lane this much faster is worth waiting for; nearly equal ones are not
@@ -29,11 +29,11 @@ TYPICAL_CHANGE = 1.5    # a change by this factor sorts the lanes anew
 FORGET_EVERY_S = 5.0    # how often old load is forgotten
 
 
-class Choice(NamedTuple):
+class RoutingDecision(NamedTuple):
     """`job` goes to `lane`.  `reason` is for people."""
 
     job: Job
-    lane: Lane
+    lane: EncoderReplica
     reason: str
 
 
@@ -52,14 +52,14 @@ class Router:
 
     def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 1.0,
                  ahead_s: float = 0.25, typical_patches: int = 1024) -> None:
-        """`ratio` is R, 0: from the time models.  Lanes get the next image `ahead_s` before they are done."""
+        """`ratio` is R, 0: from the time models.  Encoders get the next image `ahead_s` before they are done."""
         self.queue = Queue()
-        self.pools = Pools(unit, ahead_s, typical_patches)
+        self.pools = ReplicaSet(unit, ahead_s, typical_patches)
         self._typical = float(typical_patches)
         self._waiting = 0.0
         self._turn = 0
         self._forgot = 0.0
-        self._policies: dict[str, Callable[[Job, float], Choice | None]] = {
+        self._policies: dict[str, Callable[[Job, float], RoutingDecision | None]] = {
             "budget": self._budget, "earliest": self._earliest, "least-loaded": self._least_loaded,
             "round-robin": self._round_robin, "gpu-only": self._gpu_only}
         self.configure(policy, unit, ratio, slack, 0.0)
@@ -115,7 +115,7 @@ class Router:
         self._waiting = 0.0
         return self.queue.take_all()
 
-    def assign(self, now: float) -> Choice | None:
+    def assign(self, now: float) -> RoutingDecision | None:
         """The next job that can start, off the queue and on its lane; None: nothing until `wake_at`."""
         head = self.queue.head()
         if head is None:
@@ -175,7 +175,7 @@ class Router:
 
     # --- policies: the next (job, lane), or None while it is better to wait
 
-    def _go_alone(self, head: Job, now: float) -> Choice | None:
+    def _go_alone(self, head: Job, now: float) -> RoutingDecision | None:
         """A job that was lost with a worker may have killed it: to an idle lane, and all wait until one is.
 
         To another one if there is one: what failed it may be that worker's own.
@@ -185,26 +185,26 @@ class Router:
         if not idle:
             return None
         lane = min(idle, key=lambda lane: (lane.name == head.left, lane.finish(head, now)))
-        return Choice(head, lane, "goes alone: it was lost with a worker")
+        return RoutingDecision(head, lane, "goes alone: it was lost with a worker")
 
-    def _budget(self, head: Job, now: float) -> Choice | None:
+    def _budget(self, head: Job, now: float) -> RoutingDecision | None:
         load, budget = self.pools.in_flight[CPU], self.budget(self._waiting - head.cost(self.pools.unit))
         below = load < budget
         lane = self.pools.first(CPU if below else GPU, now)
         if lane is not None:
-            return Choice(head, lane, f"I_cpu {load:g} {'<' if below else '>='} B_cpu {budget:g}")
+            return RoutingDecision(head, lane, f"I_cpu {load:g} {'<' if below else '>='} B_cpu {budget:g}")
         # Going faster than the rule asks costs nobody: a free GPU never stands idle beside a full CPU pool.
         lane = self.pools.first(GPU, now) if below else None
-        return Choice(head, lane, "CPU pool full, GPU free") if lane else None
+        return RoutingDecision(head, lane, "CPU pool full, GPU free") if lane else None
 
-    def _earliest(self, head: Job, now: float) -> Choice | None:
+    def _earliest(self, head: Job, now: float) -> RoutingDecision | None:
         candidates = self.pools.candidates(now)
         if not candidates:
             return None
         lane = min(candidates, key=lambda lane: lane.finish(head, now))
         rivals = self._rivals(lane, now)
         if rivals is None:
-            return Choice(head, lane, "finishes first")
+            return RoutingDecision(head, lane, "finishes first")
         remaining = lane.remaining(now)
         demands: dict[int, float] = {}      # patches to its size: what faster lanes do before this one is done
         before, job = 0, head
@@ -214,14 +214,14 @@ class Router:
                 finish = remaining + lane.model.predict(job.patches)
                 demand = demands[job.patches] = rivals.before(finish, job.patches)
             if before > demand:
-                return Choice(job, lane, _why(before))
+                return RoutingDecision(job, lane, _why(before))
             before += job.patches
         # What lies beyond is taken to be like the last one seen.
         if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches > demands[job.patches]:
-            return Choice(job, lane, "finishes first: faster ones have the queue before it")
+            return RoutingDecision(job, lane, "finishes first: faster ones have the queue before it")
         return None
 
-    def _rivals(self, lane: Lane, now: float) -> _Rivals | None:
+    def _rivals(self, lane: EncoderReplica, now: float) -> _Rivals | None:
         """The closed lanes that are faster than `lane`; None: there are none."""
         lanes, count = self.pools.faster(lane.seconds / NOT_WORTH)
         if not count:
@@ -231,13 +231,13 @@ class Router:
         return _Rivals([(rival.remaining(now), patches / max(rival.model.predict(patches), SECONDS_MIN))
                         for rival in lanes], count / len(lanes))
 
-    def _least_loaded(self, head: Job, now: float) -> Choice | None:
+    def _least_loaded(self, head: Job, now: float) -> RoutingDecision | None:
         lanes = [lane for lane in (self.pools.first(GPU, now), self.pools.first(CPU, now)) if lane]
         if not lanes:
             return None
-        return Choice(head, min(lanes, key=lambda lane: (lane.in_flight, lane.seconds)), "least in flight")
+        return RoutingDecision(head, min(lanes, key=lambda lane: (lane.in_flight, lane.seconds)), "least in flight")
 
-    def _round_robin(self, head: Job, now: float) -> Choice | None:
+    def _round_robin(self, head: Job, now: float) -> RoutingDecision | None:
         turns = self.pools.turns()
         if not turns:
             return None
@@ -245,17 +245,17 @@ class Router:
         if not self.pools.is_open(lane, now):
             return None
         self._turn += 1
-        return Choice(head, lane, "its turn")
+        return RoutingDecision(head, lane, "its turn")
 
-    def _gpu_only(self, head: Job, now: float) -> Choice | None:
+    def _gpu_only(self, head: Job, now: float) -> RoutingDecision | None:
         # Without a GPU there is nothing to prefer, and refusing all work would help nobody.
         kind = GPU if self.pools.count[GPU] else CPU
         lane = self.pools.first(kind, now)
-        return Choice(head, lane, "GPUs only" if kind == GPU else "no GPU encoder here") if lane else None
+        return RoutingDecision(head, lane, "GPUs only" if kind == GPU else "no GPU encoder here") if lane else None
 
 
 class _Rivals:
-    """Lanes that could do the job instead, by when they are free and their patches a second."""
+    """Encoders that could do the job instead, by when they are free and their patches a second."""
 
     def __init__(self, lanes: list[tuple[float, float]], each: float) -> None:
         """`lanes`: (seconds until free, patches a second); each stands for so many."""

@@ -49,12 +49,12 @@ class TopLogprob(_Answer):
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(_Answer):
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None
 
 
@@ -101,7 +101,7 @@ class FunctionDelta(_Answer):
     name: str | UnsetType = UNSET
 
 
-class CallDelta(_Answer):
+class ToolCallDelta(_Answer):
     """A call that begins has all fields, one that goes on only more arguments."""
 
     index: int
@@ -114,7 +114,7 @@ class ChatDelta(_Answer):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[CallDelta] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(_Answer):
@@ -195,7 +195,7 @@ class Health(_Answer):
     workers: dict[str, dict[str, int]]
 
 
-class Ready(_Answer):
+class Readiness(_Answer):
     ready: bool
     workers: dict[str, dict[str, int]]
 
@@ -204,7 +204,7 @@ class Pong(_Answer):
     status: Literal["ok"]
 
 
-class Status(msgspec.Struct):
+class PublicStatus(msgspec.Struct):
     """Its parts have the fields that `chat_page/figures.py` names."""
 
     state: str

@@ -11,7 +11,7 @@ import orjson
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerFailed
 from epdd.families.vocabulary import Vocabulary
-from epdd.frontend.context import Event
+from epdd.frontend.context import AnswerEvent
 from epdd.frontend.requests.completion_requests import Options
 from epdd.frontend.structured.tool_call_parser import CallDelta, CallParser, Parsed
 from epdd.frontend.text.detokenizer import TextStream
@@ -80,7 +80,7 @@ class Answers:
         """Tokens of all choices."""
         return sum(stream.tokens for stream in self._streams) + self._stop_tokens
 
-    def push(self, event: Event) -> Delta | None:
+    def push(self, event: AnswerEvent) -> Delta | None:
         """None if the event adds nothing: it is about the prompt, or its choice has already ended."""
         index, message = event
         if isinstance(message, Prefilled):

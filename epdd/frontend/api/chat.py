@@ -10,7 +10,7 @@ from aiohttp import web
 from epdd.dispatch.request import Request
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.api.answers import Answers
-from epdd.frontend.api.completions import Completions, Part, Turn
+from epdd.frontend.api.completions import Completions, PromptRun, PreparedRequest
 from epdd.frontend.context import Context
 from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.http import request_ids
@@ -20,7 +20,7 @@ from epdd.frontend.requests import completion_requests
 from epdd.frontend.requests.schema import ChatBody
 from epdd.frontend.structured import structured_output
 from epdd.frontend.text.prompt import PromptMaker
-from epdd.ops.metrics import Record
+from epdd.ops.metrics import RequestMetrics
 
 
 class ChatCompletions(Completions):
@@ -33,7 +33,8 @@ class ChatCompletions(Completions):
         super().__init__(context, bodies, prompts, vocabulary, checker, executor)
         self._media = media
 
-    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+                       ) -> PreparedRequest:
         """Body and messages are let go here; the images' bytes stay reserved until `stack` closes at the latest."""
         context = self._context
         own = request_ids.own(http)
@@ -52,5 +53,5 @@ class ChatCompletions(Completions):
                               client_id=request_ids.client(http), whole=not chat.stream, salt=salt)
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.ignored))
-            return Turn(http, chat, [Part(request, Answers(chat, request, self._vocabulary, prompt.thinking))],
-                        record, deadline, held)
+            run = PromptRun(request, Answers(chat, request, self._vocabulary, prompt.thinking))
+            return PreparedRequest(http, chat, [run], record, deadline, held)

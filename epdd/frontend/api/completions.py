@@ -15,7 +15,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from epdd.dispatch.pipeline import Again
+from epdd.dispatch.pipeline import Restarted
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerTimeout
 from epdd.families.vocabulary import Vocabulary
@@ -28,10 +28,10 @@ from epdd.frontend.http.sse import ClientGone, EventStream
 from epdd.frontend.images.media import Held
 from epdd.frontend.requests import request_validation
 from epdd.frontend.requests.completion_requests import Options
-from epdd.frontend.requests.inline_files import Limits
+from epdd.frontend.requests.inline_files import InlineLimits
 from epdd.frontend.structured import bad_words, structured_output
 from epdd.frontend.text.prompt import Prompt, PromptMaker
-from epdd.ops.metrics import Record
+from epdd.ops.metrics import RequestMetrics
 from epdd.wire import Sampling, Tokens
 
 
@@ -42,7 +42,7 @@ _AT_ONCE = 32               # parts of an answer that are put together before ot
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptRun:
     """One prompt of a request, and the answers to it."""
 
     request: Request
@@ -50,13 +50,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PreparedRequest:
     """One request that is ready to be answered."""
 
     http: web.Request
     options: Options
-    parts: Sequence[Part]
-    record: Record
+    parts: Sequence[PromptRun]
+    record: RequestMetrics
     deadline: float                         # loop.time(); 0: none
     held: Held | None = None                # its images
 
@@ -121,7 +121,7 @@ class Completions(ABC):
             sampling = msgspec.structs.replace(sampling, bad_words=steps)
         return prompt, sampling
 
-    async def _body(self, http: web.Request, record: Record, reading: AsyncExitStack, stack: AsyncExitStack
+    async def _body(self, http: web.Request, record: RequestMetrics, reading: AsyncExitStack, stack: AsyncExitStack
                     ) -> bytearray:
         """The body, held until `reading` closes.  Once it is whole the request counts, until `stack` closes.
 
@@ -142,10 +142,11 @@ class Completions(ABC):
         return await off_loop(self._executor, size, understand, asked, ignored, context.family, context.model_names)
 
     @abstractmethod
-    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+                       ) -> PreparedRequest:
         """Everything that can be known before a worker is asked.  `stack` closes when the answer is out."""
 
-    async def _whole(self, turn: Turn) -> web.Response:
+    async def _whole(self, turn: PreparedRequest) -> web.Response:
         whole = self.whole(turn.options, turn.options.n * len(turn.parts))
         async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
             async for delta in deltas:
@@ -153,7 +154,7 @@ class Completions(ABC):
         body = whole.body(turn.head, turn.usage())
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
-    async def _stream(self, turn: Turn) -> web.StreamResponse:
+    async def _stream(self, turn: PreparedRequest) -> web.StreamResponse:
         chunks = self.chunks(turn.options, turn.head, turn.usage)
         stream = EventStream(turn.http)
         try:
@@ -174,12 +175,12 @@ class Completions(ABC):
             turn.record.fail(fault.code)
             return await stream.fail(error_responses.envelope(fault))
 
-    def _deltas(self, turn: Turn) -> AsyncGenerator[Delta, None]:
+    def _deltas(self, turn: PreparedRequest) -> AsyncGenerator[Delta, None]:
         """Of all parts, numbered through."""
         streams = [self._part(turn, part, index * turn.options.n) for index, part in enumerate(turn.parts)]
         return streams[0] if len(streams) == 1 else _merged(streams)
 
-    async def _part(self, turn: Turn, part: Part, first: int) -> AsyncGenerator[Delta, None]:
+    async def _part(self, turn: PreparedRequest, part: PromptRun, first: int) -> AsyncGenerator[Delta, None]:
         """Ends with the last choice; closing the pipeline stops those that only a stop string ended.
 
         Of an answer that is sent whole all comes at its end: until then it may begin anew.
@@ -188,7 +189,7 @@ class Completions(ABC):
         async with aclosing(self._context.pipeline.run(part.request)) as events:
             async for event in events:
                 index, message = event
-                if isinstance(message, Again):
+                if isinstance(message, Restarted):
                     turn.images_needed()
                     answers.begin()
                     kept.clear()
@@ -255,9 +256,9 @@ async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args:
     return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
 
 
-def limits_of(context: Context) -> Limits:
+def limits_of(context: Context) -> InlineLimits:
     """What a body may hold."""
-    return Limits.of(context.family.context_max, context.config.media.file_bytes_max)
+    return InlineLimits.of(context.family.context_max, context.config.media.file_bytes_max)
 
 
 def deadline_of(context: Context) -> float:

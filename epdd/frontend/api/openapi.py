@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from epdd import __version__
-from epdd.frontend.api.answer_schema import (ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong, Ready,
-                                             Status, TextChunk, TextCompletion, Version)
+from epdd.frontend.api.answer_schema import (ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong,
+                                             Readiness,
+                                             PublicStatus, TextChunk, TextCompletion, Version)
 from epdd.frontend.http.auth import OPEN
 from epdd.frontend.requests import fields
 from epdd.frontend.requests.schema import ChatBody, CompletionBody, DetokenizeBody, Detokenized, TokenizeBody, Tokenized
@@ -61,10 +62,11 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The models", ModelList),
     Operation("get", "/v1/models/{name}", "A model", Model, refusals=(404,)),
     Operation("get", "/health", "Can the daemon serve, or will it", Health, refusals=(503,), unwell=Health),
-    Operation("get", "/ready", "Could a request with an image be served now", Ready, refusals=(503,), unwell=Ready),
+    Operation("get", "/ready", "Could a request with an image be served now", Readiness, refusals=(503,),
+              unwell=Readiness),
     Operation("get", "/ping", "Does the daemon answer", Pong),
     Operation("get", "/version", "The daemon's version", Version),
-    Operation("get", "/status", "Workers, queue, budgets and latencies, as the chat page shows them", Status),
+    Operation("get", "/status", "Workers, queue, budgets and latencies, as the chat page shows them", PublicStatus),
     Operation("get", "/metrics", "For Prometheus", None),
     Operation("get", "/openapi.json", "This document", msgspec.defstruct("OpenApi", [])),
 )

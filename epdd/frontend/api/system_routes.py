@@ -17,7 +17,7 @@ from epdd.ops import exposition
 from epdd.ops.status import States
 
 
-class Pages:
+class SystemRoutes:
     """Their handlers."""
 
     def __init__(self, context: Context, keys: Keys) -> None:

@@ -11,13 +11,13 @@ from aiohttp import web
 
 from epdd.dispatch.request import Request
 from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole
-from epdd.frontend.api.completions import Completions, Part, Turn
+from epdd.frontend.api.completions import Completions, PromptRun, PreparedRequest
 from epdd.frontend.http import request_ids
 from epdd.frontend.requests import completion_requests
 from epdd.frontend.requests.schema import CompletionBody
 from epdd.frontend.structured import structured_output
 from epdd.frontend.text.prompt import Prompt
-from epdd.ops.metrics import Record
+from epdd.ops.metrics import RequestMetrics
 
 _Json = dict[str, Any]
 
@@ -77,7 +77,8 @@ class TextCompletions(Completions):
     whole = TextWhole
     chunks = TextChunks
 
-    async def _prepare(self, http: web.Request, record: Record, deadline: float, stack: AsyncExitStack) -> Turn:
+    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+                       ) -> PreparedRequest:
         context = self._context
         own = request_ids.own(http)
         async with AsyncExitStack() as reading:
@@ -97,6 +98,6 @@ class TextCompletions(Completions):
                                   arrived=record.arrived, client_id=request_ids.client(http), whole=not options.stream,
                                   salt=salt)
                 context.admission.check(request)
-                parts.append(Part(request, Answers(options, request, self._vocabulary)))
+                parts.append(PromptRun(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.ignored))
-            return Turn(http, options, parts, record, deadline)
+            return PreparedRequest(http, options, parts, record, deadline)

@@ -26,7 +26,7 @@ T = TypeVar("T", TokenizeBody, DetokenizeBody)
 _INLINE_TOKENS = 4096       # a few milliseconds of decoding: longer lists go to a thread
 
 
-class TokenPages:
+class TokenRoutes:
     """Both endpoints' handlers."""
 
     def __init__(self, context: Context, bodies: Bodies, media: Media, prompts: PromptMaker,

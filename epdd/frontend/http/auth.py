@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import ConfigError, Unauthorized
-from epdd.settings.config import Server
+from epdd.settings.config import ServerSettings
 
 # Probes of load balancers and service managers carry no key, and these pages say nothing but states.  The chat page
 # asks for the key itself; its files are the same in every installation.
@@ -25,12 +25,12 @@ OPEN_BELOW = "/page/"
 class Keys:
     """Without any key, everybody may use the API, whatever key they send."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerSettings) -> None:
         """Raises ConfigError."""
         self._secret = secrets.token_bytes(32)      # a worker must not find out a key by trying
         self.load(server)
 
-    def load(self, server: Server) -> None:
+    def load(self, server: ServerSettings) -> None:
         """Take the keys of these settings and of their file as it is now, in place of the old ones.
 
         Raises ConfigError; the old ones stay then.
@@ -74,7 +74,7 @@ class Keys:
         return guard
 
 
-def _read(server: Server) -> list[str]:
+def _read(server: ServerSettings) -> list[str]:
     """The keys of the settings and of their file: one a line, empty ones and comments (#) aside.
 
     Raises ConfigError if the file cannot be read, holds no key, or a key could not be sent in a header.

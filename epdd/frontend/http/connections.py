@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epdd.frontend.http import descriptors
-from epdd.settings.config import Server
+from epdd.settings.config import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ GRACE_S = 1.0               # in which whoever just came is taken to be about to
 _LOG_S = 60.0               # between two lines about the limit
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """What is asked of a connection."""
 
     def expire(self, reason: str) -> None:
@@ -36,15 +36,15 @@ class Connection(Protocol):
 class Connections:
     """All connections of the API, by what they wait for; each is in one of the tables, or busy."""
 
-    def __init__(self, settings: Server) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._max = settings.connections_max
         # Of each table the seconds that one may stay there (0: any), and since when each is there: oldest first.
-        self._tables: dict[str, tuple[float, dict[Connection, float]]] = {
+        self._tables: dict[str, tuple[float, dict[HttpConnection, float]]] = {
             "head": (settings.head_timeout_s, {}),      # owe a request's head
             "idle": (settings.keep_alive_s, {}),        # were answered, and may ask again
             "stalled": (settings.timeout_s, {}),        # do not read their answer
         }
-        self._open: set[Connection] = set()
+        self._open: set[HttpConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.closed: Counter[str] = Counter()           # by us, by reason
         self.exhausted = 0                              # times that no descriptor was free
@@ -54,7 +54,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def opened(self, connection: Connection) -> bool:
+    def opened(self, connection: HttpConnection) -> bool:
         """A connection came; False if there is no room, and nobody who could give way."""
         self._open.add(connection)
         if self.fit():
@@ -76,7 +76,7 @@ class Connections:
             self._count("limit")
         return True
 
-    def waits(self, connection: Connection, what: str) -> None:
+    def waits(self, connection: HttpConnection, what: str) -> None:
         """From now on it waits: "head", "idle" or "stalled"."""
         self.busy(connection)
         if connection not in self._open:
@@ -86,12 +86,12 @@ class Connections:
         if limit_s:
             self._wake_by(table[connection] + limit_s)
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: HttpConnection) -> None:
         """It does not wait any longer."""
         for _, table in self._tables.values():
             table.pop(connection, None)
 
-    def ended(self, connection: Connection) -> None:
+    def ended(self, connection: HttpConnection) -> None:
         """It is closed, or about to be."""
         self.busy(connection)
         self._open.discard(connection)
@@ -107,7 +107,7 @@ class Connections:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _least_needed(self) -> Connection | None:
+    def _least_needed(self) -> HttpConnection | None:
         """Who said nothing for a second, then who was answered the longest ago, then who does not read."""
         now = asyncio.get_running_loop().time()
         for what, least_s in (("head", GRACE_S), ("idle", 0.0), ("head", 0.0), ("stalled", STALLED_S)):

@@ -23,7 +23,7 @@ from epdd import __version__
 from epdd.errors import MediaError
 from epdd.frontend.images.addresses import Address, Allowlist, is_public
 from epdd.frontend.turns import Turns
-from epdd.settings.config import Media
+from epdd.settings.config import MediaSettings
 
 # What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a
 # time that grows with its square, 20 ms at this length.
@@ -43,7 +43,7 @@ _HEADERS = {"User-Agent": f"epdd/{__version__}", "Accept": "image/*, */*;q=0.5",
 class Fetcher:
     """Fetches image files for all requests."""
 
-    def __init__(self, config: Media) -> None:
+    def __init__(self, config: MediaSettings) -> None:
         """Must be made inside the running loop.  Raises ConfigError on a bad allowlist."""
         self._config = config
         self._turns = Turns(config.fetches_max)

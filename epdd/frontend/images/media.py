@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from epdd.dispatch.request import Image
 from epdd.errors import BadRequest, EpddError, MediaError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.images import image_header
 from epdd.frontend.images.byte_budget import Budget, Share
 from epdd.frontend.images.fetch import Fetcher
 from epdd.frontend.images.local_files import Folders
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import Media as Limits
+from epdd.settings.config import MediaSettings as Limits
 from epdd.wire import content_hash
 
 BACKGROUND = "white"        # what encoders paint under transparent pixels: part of the cache key
@@ -57,7 +57,7 @@ class Held:
 class Media:
     """Turns image references into images, for all requests."""
 
-    def __init__(self, limits: Limits, family: Family, executor: Executor) -> None:
+    def __init__(self, limits: Limits, family: ModelInfo, executor: Executor) -> None:
         """Must be made inside the running loop.  Raises ConfigError."""
         self._limits = limits
         self._family = family

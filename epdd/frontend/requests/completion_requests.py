@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from epdd.errors import BadRequest, NotFound
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.requests import request_validation
-from epdd.frontend.requests.inline_files import Limits
+from epdd.frontend.requests.inline_files import InlineLimits
 from epdd.frontend.requests.messages import Conversation, conversation
 from epdd.frontend.requests.schema import PROMPTS_MAX, ChatBody, CompletionBody, Generation, PixelLimits, StreamOptions
 from epdd.frontend.structured import structured_output
@@ -57,11 +57,11 @@ class Chat(Options):
     max_pixels: int = 0
 
 
-Prompt = str | list[int]
+PromptInput = str | list[int]
 
 
-def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False,
-          limits: Limits = Limits()) -> tuple[Chat, Conversation]:
+def parse(body: bytes | bytearray, family: ModelInfo, models: Sequence[str], strict: bool = False,
+          limits: InlineLimits = InlineLimits()) -> tuple[Chat, Conversation]:
     """A chat completion's body.  `models` are the names this model has, the first for who names none.
 
     Raises BadRequest with `param`, or NotFound for another model's name.
@@ -69,7 +69,7 @@ def parse(body: bytes | bytearray, family: Family, models: Sequence[str], strict
     return chat(*request_validation.parse(body, ChatBody, strict, limits), family, models)
 
 
-def chat(asked: ChatBody, ignored: tuple[str, ...], family: Family, models: Sequence[str]
+def chat(asked: ChatBody, ignored: tuple[str, ...], family: ModelInfo, models: Sequence[str]
          ) -> tuple[Chat, Conversation]:
     """What `parse` returns, of what `reading.parse` has read."""
     model = check_model(asked.model, models)
@@ -84,14 +84,14 @@ def chat(asked: ChatBody, ignored: tuple[str, ...], family: Family, models: Sequ
                 max_pixels=high, ignored=ignored), said
 
 
-def parse_text(body: bytes | bytearray, family: Family, models: Sequence[str], strict: bool = False,
-               limits: Limits = Limits()) -> tuple[Options, list[Prompt]]:
+def parse_text(body: bytes | bytearray, family: ModelInfo, models: Sequence[str], strict: bool = False,
+               limits: InlineLimits = InlineLimits()) -> tuple[Options, list[PromptInput]]:
     """A text completion's body.  Raises as `parse` does."""
     return text(*request_validation.parse(body, CompletionBody, strict, limits), family, models)
 
 
-def text(asked: CompletionBody, ignored: tuple[str, ...], family: Family, models: Sequence[str]
-         ) -> tuple[Options, list[Prompt]]:
+def text(asked: CompletionBody, ignored: tuple[str, ...], family: ModelInfo, models: Sequence[str]
+         ) -> tuple[Options, list[PromptInput]]:
     """What `parse_text` returns, of what `reading.parse` has read."""
     model = check_model(asked.model, models)
     structure = structured_output.parse(msgspec.structs.asdict(asked))
@@ -103,10 +103,10 @@ def text(asked: CompletionBody, ignored: tuple[str, ...], family: Family, models
             _prompts(asked.prompt, family))
 
 
-def _prompts(prompt: str | list[int | str | list[int]], family: Family) -> list[Prompt]:
+def _prompts(prompt: str | list[int | str | list[int]], family: ModelInfo) -> list[PromptInput]:
     if isinstance(prompt, str) or {*map(type, prompt)} == {int}:      # in one go: it may have a million
         prompt = [prompt]   # type: ignore[list-item]
-    prompts: list[Prompt] = []
+    prompts: list[PromptInput] = []
     for item in prompt:
         if isinstance(item, int):
             raise BadRequest("prompt mixes token ids with texts or lists", param="prompt")
@@ -129,7 +129,7 @@ def check_model(name: str | None, models: Sequence[str]) -> str:
     return name
 
 
-def check_ids(ids: Sequence[int], family: Family, param: str) -> None:
+def check_ids(ids: Sequence[int], family: ModelInfo, param: str) -> None:
     """Raises BadRequest unless every id is a token of the vocabulary that is no image's place."""
     if max(ids, default=0) >= family.vocab:
         raise BadRequest(f"{param} names a token id outside 0 to {family.vocab - 1}", param=param)
@@ -137,7 +137,7 @@ def check_ids(ids: Sequence[int], family: Family, param: str) -> None:
         raise BadRequest(f"{param} holds the image placeholder; images belong into chat messages", param=param)
 
 
-def pixels(limits: PixelLimits | None, family: Family) -> tuple[int, int]:
+def pixels(limits: PixelLimits | None, family: ModelInfo) -> tuple[int, int]:
     """min_pixels and max_pixels as asked, kept inside what the checkpoint was made for; 0: its own."""
     low, high = (limits.min_pixels or 0, limits.max_pixels or 0) if limits else (0, 0)
     if low and high and low > high:
@@ -171,7 +171,7 @@ def _common(asked: Generation) -> dict[str, Any]:
     }
 
 
-def _sampling(asked: Generation, family: Family, max_tokens: int, logprobs: int,
+def _sampling(asked: Generation, family: ModelInfo, max_tokens: int, logprobs: int,
               grammar: str = "") -> Sampling:
     """`max_tokens` 0: the rest of the context.  `logprobs` -1: none, else how many of the best to name."""
     defaults = family.defaults

@@ -25,14 +25,14 @@ _ESCAPES = ((b"\\/", b"/"), (b"\\n", b"\n"), (b"\\r", b"\r"), (b"\\t", b"\t"))  
 
 
 @dataclass(frozen=True)
-class Limits:
+class InlineLimits:
     """What a body may hold."""
 
     text_bytes: int = TEXT_BYTES            # besides images
     file_bytes: int = 32 << 20              # of an image file
 
     @classmethod
-    def of(cls, context_max: int, file_bytes: int) -> Limits:
+    def of(cls, context_max: int, file_bytes: int) -> InlineLimits:
         """For a model of such a context, in tokens."""
         return cls(min(max(TEXT_BYTES, TOKEN_BYTES * context_max), TEXT_BYTES_MAX), file_bytes)
 
@@ -59,7 +59,7 @@ class Lifted:
         return not left
 
 
-def lift(body: bytes | bytearray, limits: Limits) -> Lifted:
+def lift(body: bytes | bytearray, limits: InlineLimits) -> Lifted:
     """Take out what is large and looks like an image.  Raises ContextLength if what is left is too much, MediaError
     for an image that is."""
     if len(body) < 2 * _LEAST:
@@ -124,7 +124,7 @@ def _escaped(body: bytes | bytearray, at: int) -> bool:
     return (at - first) % 2 == 1
 
 
-def _plain(body: bytes | bytearray, start: int, end: int, limits: Limits) -> str | None:
+def _plain(body: bytes | bytearray, start: int, end: int, limits: InlineLimits) -> str | None:
     """The URL that JSON spells there; None if it has escapes or letters that no base64 needs."""
     if end - start > limits.file_bytes * 2 + _LEAST:    # escaped letter by letter, base64 has 2.7 bytes for each
         raise MediaError(f"The image file is over the limit of {limits.file_bytes} bytes", code="image_file_too_large",
@@ -147,7 +147,7 @@ def _plain(body: bytes | bytearray, start: int, end: int, limits: Limits) -> str
     return b"".join(pieces).decode("ascii")
 
 
-def _check(size: int, limits: Limits) -> None:
+def _check(size: int, limits: InlineLimits) -> None:
     if size > limits.text_bytes:
         raise ContextLength(f"The request has over {limits.text_bytes} bytes besides its images, more than a prompt of "
                             "this model can hold. Please reduce its length.")

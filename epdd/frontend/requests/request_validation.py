@@ -18,7 +18,7 @@ from msgspec import inspect
 from epdd.errors import BadRequest
 from epdd.frontend.http import json_cost
 from epdd.frontend.requests import fields, inline_files
-from epdd.frontend.requests.inline_files import Limits
+from epdd.frontend.requests.inline_files import InlineLimits
 
 FIELDS_MAX = 1000           # of the body itself
 _NAME_CHARS_MAX = 100       # of what a message quotes
@@ -30,7 +30,7 @@ _FIELD = re.compile(r"(?:missing required|unknown) field `(?P<name>.*?)`(?: - at
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
-def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: Limits = Limits()
+def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: InlineLimits = InlineLimits()
           ) -> tuple[T, tuple[str, ...]]:
     """The body and the names of its fields that have no effect.
 

@@ -25,7 +25,7 @@ MESSAGES_MAX = 10_000       # each costs the event loop microseconds, and the co
 PARTS_MAX = 10_000          # of one message
 DETOKENIZE_MAX = 1 << 19    # tokens
 
-Count = Annotated[int, Meta(ge=1)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -45,7 +45,7 @@ class Generation(msgspec.Struct, kw_only=True):
     """What both kinds of completion take."""
 
     model: Annotated[str | None, Meta(description="A name of /v1/models; absent: the one that is served.")] = None
-    max_tokens: Annotated[Count | None, Meta(
+    max_tokens: Annotated[AtLeastOne | None, Meta(
         description="Tokens of the answer; more than the context leaves means all that is left.")] = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Meta(
@@ -161,8 +161,8 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 class PixelLimits(msgspec.Struct, forbid_unknown_fields=True):
     """Of each image after resizing, kept inside the checkpoint's own."""
 
-    min_pixels: Count | None = None
-    max_pixels: Count | None = None
+    min_pixels: AtLeastOne | None = None
+    max_pixels: AtLeastOne | None = None
 
 
 class ChatBody(Generation, kw_only=True):
@@ -178,7 +178,7 @@ class ChatBody(Generation, kw_only=True):
     continue_final_message: Annotated[bool | None, Meta(
         description="The answer goes on where the last message, the assistant's, ends.")] = None
     mm_processor_kwargs: PixelLimits | None = None
-    max_completion_tokens: Annotated[Count | None, Meta(description="Wins over max_tokens.")] = None
+    max_completion_tokens: Annotated[AtLeastOne | None, Meta(description="Wins over max_tokens.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None, Meta(
         description="Needs logprobs.")] = None
@@ -191,7 +191,7 @@ class CompletionBody(Generation, kw_only=True):
     prompt: Annotated[str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)], Meta(
         description="A text, token ids, or a list of either.  Control tokens in a text are the checkpoint's own.")]
     logprobs: Annotated[int, Meta(ge=0, le=TEXT_LOGPROBS_MAX)] | None = None
-    best_of: Annotated[Count | None, Meta(description="Only as many as n.")] = None
+    best_of: Annotated[AtLeastOne | None, Meta(description="Only as many as n.")] = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

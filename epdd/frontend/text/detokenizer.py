@@ -97,7 +97,7 @@ class StopStrings:
 
 
 @dataclass(frozen=True)
-class Piece(Generic[T]):
+class TextPiece(Generic[T]):
     """Text that may be sent, with the marks of the tokens that are wholly in it or before it."""
 
     text: str
@@ -123,7 +123,7 @@ class TextStream(Generic[T]):
         """A stop string was found; whatever is pushed now is ignored."""
         return self._stops.hit
 
-    def push(self, tokens: Iterable[int], marks: Sequence[T] = ()) -> Piece[T]:
+    def push(self, tokens: Iterable[int], marks: Sequence[T] = ()) -> TextPiece[T]:
         """`marks` is empty or has one entry a token."""
         text = ""
         for index, token in enumerate(tokens):
@@ -137,17 +137,17 @@ class TextStream(Generic[T]):
             text += self._stops.push(new) if self.tokens >= self._min_tokens else self._stops.pass_by(new)
         return self._piece(text)
 
-    def end(self, stop_token: int | None = None) -> Piece[T]:
+    def end(self, stop_token: int | None = None) -> TextPiece[T]:
         """The rest, when generation is over; `stop_token`: what ended it, if that belongs to the text."""
         if self._stops.hit:
-            return Piece("", [])
+            return TextPiece("", [])
         tail = ("" if stop_token is None else self._decoder.push(stop_token)) + self._decoder.end()
         self._decoded += len(tail)
         return self._piece(self._stops.push(tail) + self._stops.end())
 
-    def _piece(self, text: str) -> Piece[T]:
+    def _piece(self, text: str) -> TextPiece[T]:
         self._sent += len(text)
         marks = []
         while self._marks and self._marks[0][0] <= self._sent:
             marks.append(self._marks.popleft()[1])
-        return Piece(text, marks)
+        return TextPiece(text, marks)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from epdd.checkpoint import PromptFiles
 from epdd.dispatch.request import Image, Placed
 from epdd.errors import BadRequest, ContextLength
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.requests.messages import Conversation
 from epdd.frontend.text.reasoning_parser import Thinking, think_tokens, thinking
 from epdd.frontend.text.template import Template
@@ -75,7 +75,7 @@ class Prompt:
 class PromptMaker:
     """Makes prompts by a checkpoint's tokenizer and chat template."""
 
-    def __init__(self, family: Family, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
+    def __init__(self, family: ModelInfo, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
         """`reasoning`: tell a thinking model's reasoning from its answer."""
         self.tokenizer = files.tokenizer
         self._image = family.image_token_id
@@ -199,7 +199,7 @@ def _small(conversation: Conversation) -> bool:
     return not conversation.tools
 
 
-def _family_ids(family: Family) -> tuple[int, int, int]:
+def _family_ids(family: ModelInfo) -> tuple[int, int, int]:
     return family.vision_start_id, family.image_token_id, family.vision_end_id
 
 

@@ -6,11 +6,11 @@ import torch
 
 from epdd.worker.emulated.rows import NOTHING, load_of
 from epdd.worker.language import engine
-from epdd.worker.language.batch_inputs import Request
+from epdd.worker.language.batch_inputs import PromptSequence
 from epdd.worker.language.scheduler import Batch
 
 
-class Engine(engine.Engine):
+class DemoEngine(engine.Engine):
     """`load` is (prompt tokens, decoding sequences) of the last step."""
 
     load = NOTHING
@@ -19,6 +19,6 @@ class Engine(engine.Engine):
         self.load = NOTHING
         super().step()
 
-    def _run(self, batch: Batch[Request]) -> torch.Tensor:
+    def _run(self, batch: Batch[PromptSequence]) -> torch.Tensor:
         self.load = load_of(batch)
         return super()._run(batch)

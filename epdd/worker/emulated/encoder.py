@@ -16,11 +16,11 @@ from epdd.arena import Mapping
 from epdd.emulated_time import Clock
 from epdd.errors import ProtocolError
 from epdd.worker.emulated import rows
-from epdd.worker.emulated.paced import Paced, encoder_pace
+from epdd.worker.emulated.paced import EmulatedTime, encoder_pace
 from epdd.worker.process.loop import Send
 
 
-class Encoder(Paced):
+class EmulatedEncoder(EmulatedTime):
     """Paces a core that encodes for real, or writes rows of true size."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
@@ -30,7 +30,7 @@ class Encoder(Paced):
         super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
         self._answers: list[wire.FromWorker] = []
         if pace.model is not None:
-            self._core: Any = rows.Encoder(spec, arena, self._answers.append)
+            self._core: Any = rows.RowsEncoder(spec, arena, self._answers.append)
         else:
             real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
@@ -59,8 +59,8 @@ class Encoder(Paced):
     def busy(self) -> bool:
         return self.computing or bool(self._waiting)
 
-    def beat(self) -> wire.Beat:
-        return wire.Beat(steps=self._steps, running=int(self.computing), waiting=len(self._waiting))
+    def beat(self) -> wire.Heartbeat:
+        return wire.Heartbeat(steps=self._steps, running=int(self.computing), waiting=len(self._waiting))
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """The core's own; the samples are the profile's, and the emulated clock starts here."""

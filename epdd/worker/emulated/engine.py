@@ -20,11 +20,11 @@ from epdd import wire
 from epdd.arena import Mapping
 from epdd.emulated_time import Clock
 from epdd.worker.emulated import rows
-from epdd.worker.emulated.paced import Paced, pd_pace
+from epdd.worker.emulated.paced import EmulatedTime, pd_pace
 from epdd.worker.process.loop import Send
 
 
-class Engine(Paced):
+class EmulatedEngine(EmulatedTime):
     """Paces a core that generates for real, or says a fixed text."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
@@ -34,7 +34,7 @@ class Engine(Paced):
         super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
         self._answers: list[wire.FromWorker] = []
         if pace.model is not None:
-            self._core: Any = rows.Engine(spec, arena, self._answers.append)
+            self._core: Any = rows.RowsEngine(spec, arena, self._answers.append)
         else:
             real = importlib.import_module("epdd.worker.emulated.demo").Engine
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
@@ -58,8 +58,8 @@ class Engine(Paced):
     def busy(self) -> bool:
         return self.computing or bool(self._core.busy)
 
-    def beat(self) -> wire.Beat:
-        beat: wire.Beat = self._core.beat()
+    def beat(self) -> wire.Heartbeat:
+        beat: wire.Heartbeat = self._core.beat()
         return beat
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:

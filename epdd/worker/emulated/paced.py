@@ -21,7 +21,7 @@ SLICE_S = 0.2           # the longest wait in one step: the loop beats in betwee
 EXACT_S = 0.002
 
 
-class Paced:
+class EmulatedTime:
     """One piece of work at a time, and its answers.  Subclasses say what is next."""
 
     def __init__(self, name: str, pace: Pace, send: Send, wait: Callable[[float], None], clock: Clock) -> None:

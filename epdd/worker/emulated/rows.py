@@ -12,12 +12,12 @@ from typing import Any
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.emulated_time import Model
+from epdd.emulated_time import EmulatedModel
 from epdd.errors import BadRequest, ContextLength, WorkerFailed
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.worker.emulated import pattern
 from epdd.worker.emulated.paced import encoder_pace, pd_pace
-from epdd.worker.language.request_tracker import Intake
+from epdd.worker.language.request_tracker import RequestTracker
 from epdd.worker.language.scheduler import Batch, Scheduler, Sequence
 from epdd.worker.process.loop import Send, failed
 
@@ -31,14 +31,14 @@ def load_of(batch: Batch[Any]) -> Load:
             sum(sequence.pending == 1 for sequence, _ in batch.chunks))
 
 
-def _family(folder: str, model: Model | None) -> tuple[Family, str]:
+def _family(folder: str, model: EmulatedModel | None) -> tuple[ModelInfo, str]:
     """The checkpoint's placeholders with the profile's sizes, and the dtype."""
     assert model is not None
     return replace(families.load(folder), patch=model.patch, merge=model.merge, hidden=model.hidden,
                    planes=model.planes), model.dtype
 
 
-class Encoder:
+class RowsEncoder:
     """Answers in `submit`: writing a pattern is all there is to do."""
 
     busy = False
@@ -78,7 +78,7 @@ class Encoder:
 
 
 @dataclass(eq=False, kw_only=True)
-class Request(Sequence):
+class RowsRequest(Sequence):
     """A sequence with the leases it reads and what it says."""
 
     sampling: wire.Sampling
@@ -88,7 +88,7 @@ class Request(Sequence):
     prefilled: bool = False
 
 
-class Engine(Intake[Request]):
+class RowsEngine(RequestTracker[RowsRequest]):
     """One step advances a batch of prompt chunks and decode tokens, with the real scheduler.
 
     An image's lease is read whole, and compared, in the step whose chunk holds its last row.
@@ -102,16 +102,16 @@ class Engine(Intake[Request]):
         pace, _ = pd_pace(spec)
         self._family, self._dtype = _family(spec.model, pace.model)
         self._text = pace.text
-        self._scheduler: Scheduler[Request] = Scheduler(spec.kv_tokens, spec.token_budget, spec.batch_max)
+        self._scheduler: Scheduler[RowsRequest] = Scheduler(spec.kv_tokens, spec.token_budget, spec.batch_max)
         self._context_max = min(spec.context_max, self._scheduler.capacity)
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RowsRequest] = {}
         self._steps = 0
         self.load = NOTHING
 
-    def beat(self) -> wire.Beat:
+    def beat(self) -> wire.Heartbeat:
         s = self._scheduler
-        return wire.Beat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
-                         kv_used=s.capacity - s.free, preempted=s.preempted)
+        return wire.Heartbeat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
+                              kv_used=s.capacity - s.free, preempted=s.preempted)
 
     def step(self) -> None:
         """Schedule, read leases, say tokens; `load` is what the step was of."""
@@ -133,7 +133,7 @@ class Engine(Intake[Request]):
         return wire.Ready(binding=wire.Binding((), (), 1), dtype=self._dtype, kv_tokens=self._scheduler.capacity,
                           context_max=self._context_max)
 
-    def _request(self, message: wire.Generate, raw: bytes) -> Request:
+    def _request(self, message: wire.Generate, raw: bytes) -> RowsRequest:
         sampling, tokens = message.sampling, array("i", raw).tolist()
         if not tokens or sampling.max_tokens < 1:
             raise BadRequest("a prompt and max_tokens must be at least 1 token")
@@ -148,11 +148,11 @@ class Engine(Intake[Request]):
         stop = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(self._family.eos_ids))
         spans = sorted(message.spans, key=lambda span: span.start)
-        return Request(id=message.id, tokens=tokens, prompt=len(tokens), total_max=total, sampling=sampling,
-                       stop_ids=stop, spans=spans,
-                       leases_until=spans[-1].start + spans[-1].rows if spans else len(tokens))
+        return RowsRequest(id=message.id, tokens=tokens, prompt=len(tokens), total_max=total, sampling=sampling,
+                           stop_ids=stop, spans=spans,
+                           leases_until=spans[-1].start + spans[-1].rows if spans else len(tokens))
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: RowsRequest) -> None:
         """The leases whose rows are computed by now.  Raises WorkerFailed where one holds another image's."""
         while request.spans and request.spans[0].start + request.spans[0].rows <= request.computed:
             span = request.spans.pop(0)
@@ -163,7 +163,7 @@ class Engine(Intake[Request]):
             request.prefilled = True
             self._send(wire.Prefilled(request.id))
 
-    def _advance(self, request: Request) -> None:
+    def _advance(self, request: RowsRequest) -> None:
         sampling, said = request.sampling, len(request.tokens) - request.prompt
         token = self._next(request, said)
         if token in request.stop_ids:
@@ -177,7 +177,7 @@ class Engine(Intake[Request]):
         if said + 1 >= sampling.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
-    def _next(self, request: Request, said: int) -> int:
+    def _next(self, request: RowsRequest, said: int) -> int:
         """The text, then its end; over and over where that end is not heeded, or not yet."""
         early = said < request.sampling.min_tokens
         if said >= len(self._text) and not early and not request.sampling.ignore_eos and self._family.eos_ids:

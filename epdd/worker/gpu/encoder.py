@@ -28,7 +28,7 @@ from epdd.worker.process.loop import Send, failed
 from epdd.worker.process.thread_name import name_thread
 from epdd.worker.vision import backends
 from epdd.worker.vision.decode_image import Pixels
-from epdd.worker.vision.encoder import Encoder, Job
+from epdd.worker.vision.encoder import Encoder, ImageTask
 from epdd.worker.vision.grids import Grid
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class GpuEncoder(Encoder):
 
     # --- faults
 
-    def _attempt(self, batch: list[tuple[Job, Any]], start: float) -> Exception | None:
+    def _attempt(self, batch: list[tuple[ImageTask, Any]], start: float) -> Exception | None:
         problem = super()._attempt(batch, start)
         if problem is None:
             return None
@@ -130,7 +130,7 @@ class GpuEncoder(Encoder):
             raise found
         return (found or problem).with_traceback(None)     # whose frames hold tensors
 
-    def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
+    def _encode(self, batch: list[tuple[ImageTask, Any]], start: float) -> None:
         problem = self._attempt(batch, start)
         if isinstance(problem, OutOfMemory):
             log.warning("%s no memory for a batch of %d", self._spec.name, len(batch))

@@ -21,7 +21,7 @@ from epdd.worker.gpu.leased import Leased, ask_ahead, splice
 from epdd.worker.gpu.transfer import Transfer
 from epdd.worker.kernels import cuda, norm
 from epdd.worker.language import attention, batch_inputs, kv_cache
-from epdd.worker.language.batch_inputs import Image, Request
+from epdd.worker.language.batch_inputs import PromptImage, PromptSequence
 from epdd.worker.language.engine import Engine, Logits
 from epdd.worker.language.scheduler import HEADROOM_TOKENS, Batch
 from epdd.worker.process.loop import Send, failed
@@ -85,11 +85,11 @@ class GpuEngine(Engine):
         log.info("%s norms exchanged=%d", name, norm.fuse(self.model))
         return False
 
-    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
+    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> PromptImage:
         self._transfer.check(span.lease)
         return Leased(span, shape, self._gpu, self._transfer)
 
-    def _run(self, batch: Batch[Request]) -> Logits:
+    def _run(self, batch: Batch[PromptSequence]) -> Logits:
         layout = self._layout(batch)
         ids, positions = batch_inputs.ids(batch), batch_inputs.positions(batch)
         if self._graphs is not None and self._graphs.fits(len(ids)) and len(ids) == len(layout) \
@@ -107,14 +107,14 @@ class GpuEngine(Engine):
         return Logits(hidden.new_zeros(0, 0), [], [])
 
     def _decoded(self, ids: torch.Tensor, positions: torch.Tensor,
-                 plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
+                 plan: flash.FlashPlan) -> tuple[torch.Tensor, torch.Tensor]:
         return self._best(self._hidden(self._embed(ids), positions, plan))
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the device.  torch keeps pinned memory until the copies from it are done."""
         return self._gpu.pinned(tensor).to(self._device, non_blocking=True)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: PromptSequence) -> None:
         """As of `Engine`; a copy that was asked for ahead may still read a lease that is about to be let go."""
         if request.images and not request.prefilled:
             self._gpu.synchronise(self._transfer.stream)

@@ -30,7 +30,7 @@ TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
-class Part:
+class FlashCall:
     """Neighbouring rows of a batch that one call of the kernel takes."""
 
     row: int                    # the first
@@ -44,19 +44,19 @@ class Part:
 
 # Query rows [rows, heads, dim] against keys and values [tokens, kv heads, dim]; the last of a sequence's rows sees all
 # of its tokens, each one before it one less.
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part, float], torch.Tensor]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FlashCall, float], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """A step's layout: passed through the model to the pool and to `attend`."""
 
     slots: torch.Tensor         # int64 [T], where each row's key and value go in the pool
-    parts: tuple[Part, ...]
+    parts: tuple[FlashCall, ...]
     kernel: Kernel
 
 
-def plan(layout: list[tuple[int, int, int]], kernel: Kernel, put: Callable[[torch.Tensor], torch.Tensor]) -> Plan:
+def plan(layout: list[tuple[int, int, int]], kernel: Kernel, put: Callable[[torch.Tensor], torch.Tensor]) -> FlashPlan:
     """Lay out (count, extent offset, tokens computed before) of each sequence, in batch order.
 
     `put` brings a tensor to the device.
@@ -72,16 +72,16 @@ def plan(layout: list[tuple[int, int, int]], kernel: Kernel, put: Callable[[torc
             lengths = [past + count for count, _, past in group]
             numbers = put(torch.tensor(firsts + [offset for _, offset, _ in group] + [0] + lengths, dtype=torch.int32))
             firsts_, offsets, lengths_ = numbers.split((len(group) + 1, len(group) + 1, len(group)))
-            parts.append(Part(row, firsts[-1], firsts_, offsets, lengths_, max(count for count, _, _ in group),
-                              max(lengths)))
+            parts.append(FlashCall(row, firsts[-1], firsts_, offsets, lengths_, max(count for count, _, _ in group),
+                                   max(lengths)))
             row += firsts[-1]
-    return Plan(put(slots), tuple(parts), kernel)
+    return FlashPlan(put(slots), tuple(parts), kernel)
 
 
 def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: None,
-           scaling: float, plan: Plan | attention.Plan, **more: Any) -> tuple[torch.Tensor, None]:
+           scaling: float, plan: FlashPlan | attention.AttentionPlan, **more: Any) -> tuple[torch.Tensor, None]:
     """Rows [1, heads, T, dim] against the pool [kv heads, tokens, dim]; gives [1, T, heads, dim]."""
-    if isinstance(plan, attention.Plan):
+    if isinstance(plan, attention.AttentionPlan):
         return attention.attend(module, query, keys, values, attention_mask, scaling, plan, **more)
     rows = query[0].transpose(0, 1)
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
@@ -92,7 +92,8 @@ def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.T
 AttentionInterface.register(NAME, attend)
 
 
-def operator(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
+def operator(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: FlashCall, scale: float
+             ) -> torch.Tensor:
     """What varlen_attn itself calls, which passes lengths on from torch 2.12 on, and adds its own overhead."""
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, keys, values, part.firsts, part.offsets, part.chunk_max, part.length_max, 0.0, part.chunk_max > 1, False,
@@ -100,7 +101,8 @@ def operator(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part
     return out
 
 
-def public(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
+def public(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: FlashCall, scale: float
+           ) -> torch.Tensor:
     """varlen_attn, from torch 2.12 on."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -111,7 +113,7 @@ def public(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: 
     return out
 
 
-def by_sequence(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part,
+def by_sequence(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: FlashCall,
                 scale: float) -> torch.Tensor:
     """The same one sequence after another, on any device: what the kernels are held to."""
     firsts, offsets, lengths = part.firsts.tolist(), part.offsets.tolist(), part.lengths.tolist()

@@ -23,10 +23,10 @@ RECORD_S = 30.0         # for all of them at start: what is not recorded by then
 ID, POSITIONS, SLOT, LENGTH, OFFSET, WIDTH = 0, slice(1, 4), 4, 5, 6, 7     # rows of a graph's table
 
 # Token ids [n], positions [3, n] and the layout to (the largest logit and its id [2, n], logits [n, vocab]).
-Compute = Callable[[torch.Tensor, torch.Tensor, flash.Plan], tuple[torch.Tensor, torch.Tensor]]
+Compute = Callable[[torch.Tensor, torch.Tensor, flash.FlashPlan], tuple[torch.Tensor, torch.Tensor]]
 # Records what a function does; gives what does it again, and the tensors that its results are then found in.
-Record = Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]],
-                  tuple[Callable[[], None], tuple[torch.Tensor, torch.Tensor]]]
+Recorder = Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]],
+                    tuple[Callable[[], None], tuple[torch.Tensor, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Graph:
 class Graphs:
     """The recorded sizes, largest first, so that the smaller ones fit into its memory."""
 
-    def __init__(self, compute: Compute, kernel: flash.Kernel, record: Record, sizes_max: int, length_max: int,
+    def __init__(self, compute: Compute, kernel: flash.Kernel, record: Recorder, sizes_max: int, length_max: int,
                  device: torch.device, upload: Callable[[torch.Tensor], torch.Tensor],
                  sizes: Sequence[int] = SIZES) -> None:
         """`upload(tensor)`: the same in memory that the card can copy from while this goes on.
@@ -89,16 +89,16 @@ class Graphs:
         return best[:, :count], logits[:count]
 
 
-def _recorded(compute: Compute, kernel: flash.Kernel, record: Record, size: int, length_max: int,
+def _recorded(compute: Compute, kernel: flash.Kernel, record: Recorder, size: int, length_max: int,
               device: torch.device) -> Graph:
     table = torch.zeros(WIDTH, size + 1, dtype=torch.int32, device=device)
     table[LENGTH] = 1
     firsts = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        part = flash.Part(0, size, firsts, table[OFFSET], table[LENGTH, :size], 1, length_max)
+        part = flash.FlashCall(0, size, firsts, table[OFFSET], table[LENGTH, :size], 1, length_max)
         return compute(table[ID, :size].long(), table[POSITIONS, :size].long(),
-                       flash.Plan(table[SLOT, :size].long(), (part,), kernel))
+                       flash.FlashPlan(table[SLOT, :size].long(), (part,), kernel))
 
     replay, results = record(step)
     return Graph(table, replay, results)

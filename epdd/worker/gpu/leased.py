@@ -9,7 +9,7 @@ import torch
 from epdd import wire
 from epdd.worker.gpu.transfer import Fetched, Transfer
 from epdd.worker.kernels.cuda import Device
-from epdd.worker.language.batch_inputs import Request, Rows, pieces
+from epdd.worker.language.batch_inputs import PromptSequence, HostRows, pieces
 from epdd.worker.language.scheduler import Batch
 
 
@@ -40,13 +40,13 @@ class Leased:
         self._device.wait(fetched.arrived)
         return fetched.planes[:, low - first:high - first]
 
-    def kept(self) -> Rows:
+    def kept(self) -> HostRows:
         """A copy in the host's memory: the device's is planned for requests that need no second prefill."""
         rows = self.take(0, self.end - self.start)
-        return Rows(self.start, rows.to("cpu"))
+        return HostRows(self.start, rows.to("cpu"))
 
 
-def ask_ahead(batch: Batch[Request], budget: int) -> None:
+def ask_ahead(batch: Batch[PromptSequence], budget: int) -> None:
     """Begin to copy what the next chunks of the batch's prompts will need, up to `budget` tokens of each."""
     for request, count in batch.chunks:
         low, high = request.computed + count, request.computed + count + budget
@@ -56,7 +56,7 @@ def ask_ahead(batch: Batch[Request], budget: int) -> None:
                 image.ask(first - image.start, last - image.start)
 
 
-def splice(batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
+def splice(batch: Batch[PromptSequence], embeds: torch.Tensor) -> dict[str, Any]:
     """As `inputs.splice`, without making the device count the rows of a mask in each layer.
 
     The deepstack planes are as long as the batch, zero where there is no image, and added to the one sequence of the

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import interpolate
 
-from epdd.families import Family
+from epdd.families import ModelInfo
 
 
-def patches(pixels: torch.Tensor, grid: tuple[int, int, int], family: Family) -> torch.Tensor:
+def patches(pixels: torch.Tensor, grid: tuple[int, int, int], family: ModelInfo) -> torch.Tensor:
     """[height, width, 3] bytes to [patches, 3 * patch * patch] bytes on the grid."""
     return cut(resize(pixels, grid[1] * family.patch, grid[2] * family.patch), family)
 
@@ -32,7 +32,7 @@ def _filtered(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return made[0].permute(1, 2, 0).add(0.5).floor_().clamp_(0, 255).to(torch.uint8)
 
 
-def cut(pixels: torch.Tensor, family: Family) -> torch.Tensor:
+def cut(pixels: torch.Tensor, family: ModelInfo) -> torch.Tensor:
     """[height, width, 3] into [patches, 3 * patch * patch], merge x merge neighbours one after another."""
     height, width, channels = pixels.shape
     patch, merge = family.patch, family.merge

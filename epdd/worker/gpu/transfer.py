@@ -55,7 +55,7 @@ class Transfer:
 
     # --- arenas
 
-    def create_pool(self, size: int) -> wire.Pool | None:
+    def create_pool(self, size: int) -> wire.GpuPool | None:
         """Memory on this GPU that other workers can open; all leases outside the host's arena lie in it.
 
         None, with a warning, where the machine allows none.
@@ -63,7 +63,7 @@ class Transfer:
         try:
             address = self._device.allocate(size)
             self._own = address, size
-            return wire.Pool(self._device.export(address).hex(), size)
+            return wire.GpuPool(self._device.export(address).hex(), size)
         except WorkerFailed as error:
             log.warning("embeddings go by the host's memory: %s", error.message)
             return None

@@ -30,7 +30,7 @@ def missing() -> str:
     return "" if library.epdd_has_gemm() else "this CPU has no AMX"
 
 
-class Linear(nn.Module):  # type: ignore[misc]
+class ManyRowsLinear(nn.Module):  # type: ignore[misc]
     """Stands where a float32 nn.Linear was; an activation may end its product.  The weights stay as they lie."""
 
     def __init__(self, linear: nn.Linear, activation: Activation = Activation.NONE) -> None:

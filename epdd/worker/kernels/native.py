@@ -47,14 +47,14 @@ class RowPointers(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsTable:
     """A step's rows for the kernels."""
 
     pointers: RowPointers
     places: torch.Tensor        # int64 [3, T], what the pointers point to
 
 
-def rows(slots: list[int], starts: list[int], lengths: list[int]) -> Rows | None:
+def rows(slots: list[int], starts: list[int], lengths: list[int]) -> RowsTable | None:
     """Rows that go to these slots of the KV pool and attend to `lengths` tokens from `starts` on, their own the last.
 
     None where the kernels cannot take them.
@@ -63,7 +63,7 @@ def rows(slots: list[int], starts: list[int], lengths: list[int]) -> Rows | None
         return None
     places = torch.tensor([slots, starts, lengths])
     at, step = places.data_ptr(), places.stride(0) * places.element_size()
-    return Rows(RowPointers(len(slots), at, at + step, at + 2 * step), places)
+    return RowsTable(RowPointers(len(slots), at, at + step, at + 2 * step), places)
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def takes(linear: nn.Linear) -> bool:
             and linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0)
 
 
-class Linear(nn.Module):  # type: ignore[misc]
+class FewRowsLinear(nn.Module):  # type: ignore[misc]
     """Stands where an nn.Linear was: few rows by the kernels, in float32 sums and results, more as before."""
 
     def __init__(self, linear: nn.Linear) -> None:

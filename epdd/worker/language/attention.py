@@ -20,7 +20,7 @@ ROWS_MAX = 256      # of a piece: torch computes also what is masked, so 512 row
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequenceRows:
     """Rows of a batch that belong to one sequence, one after another."""
 
     row: int                    # first row of the batch
@@ -31,17 +31,17 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """A step's layout: passed through the model to `kv.Pool.update` and `attend`."""
 
-    pieces: list[Piece]
+    pieces: list[SequenceRows]
     slots: torch.Tensor         # [T], where each row's key and value go in the pool
-    rows: native.Rows | None    # the same row by row for the compiled kernels; None: not for them
+    rows: native.RowsTable | None    # the same row by row for the compiled kernels; None: not for them
 
 
-def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> Plan:
+def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> AttentionPlan:
     """Lay out (count, extent offset, tokens computed before) of each sequence, in batch order."""
-    pieces: list[Piece] = []
+    pieces: list[SequenceRows] = []
     starts: list[int] = []
     lengths: list[int] = []
     row = 0
@@ -51,17 +51,17 @@ def plan(chunks: list[tuple[int, int, int]], device: torch.device) -> Plan:
             mask = None
             if rows > 1 and before:
                 mask = torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
-            pieces.append(Piece(row + begin, rows, offset, before + rows, mask))
+            pieces.append(SequenceRows(row + begin, rows, offset, before + rows, mask))
         starts += [offset] * count
         lengths += range(past + 1, past + count + 1)
         row += count
     slots = [start + length - 1 for start, length in zip(starts, lengths)]
     few = native.rows(slots, starts, lengths) if device.type == "cpu" else None
-    return Plan(pieces, torch.tensor(slots, dtype=torch.long, device=device), few)
+    return AttentionPlan(pieces, torch.tensor(slots, dtype=torch.long, device=device), few)
 
 
 def attend(module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-           attention_mask: None, scaling: float, plan: Plan, **_: Any) -> tuple[torch.Tensor, None]:
+           attention_mask: None, scaling: float, plan: AttentionPlan, **_: Any) -> tuple[torch.Tensor, None]:
     """Rows [1, heads, T, dim] against the pool [kv heads, tokens, dim]; gives [1, T, heads, dim]."""
     _, heads, rows, dim = query.shape
     kv_heads = keys.shape[0]

@@ -17,7 +17,7 @@ from epdd.worker.language.sampling.sampler import Sampler
 from epdd.worker.language.scheduler import Batch, Sequence
 
 
-class Image(Protocol):
+class PromptImage(Protocol):
     """An image's embeddings: they take the places [start, end) of the prompt."""
 
     @property
@@ -29,12 +29,12 @@ class Image(Protocol):
     def take(self, low: int, high: int) -> torch.Tensor:
         """Its rows [low, high), as [planes, rows, hidden]."""
 
-    def kept(self) -> Image:
+    def kept(self) -> PromptImage:
         """The same in memory of our own."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class HostRows:
     """An image's embeddings in the host's memory."""
 
     start: int
@@ -47,12 +47,12 @@ class Rows:
     def take(self, low: int, high: int) -> torch.Tensor:
         return self.planes[:, low:high]
 
-    def kept(self) -> Rows:
-        return Rows(self.start, self.planes.clone())
+    def kept(self) -> HostRows:
+        return HostRows(self.start, self.planes.clone())
 
 
 @dataclass(eq=False, kw_only=True)
-class Request(Sequence):
+class PromptSequence(Sequence):
     """A sequence with what the model needs to compute and continue it."""
 
     sampler: Sampler
@@ -60,7 +60,7 @@ class Request(Sequence):
     max_tokens: int
     positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
     delta: int                          # position of an answer's token less its index
-    images: list[Image] = field(default_factory=list)
+    images: list[PromptImage] = field(default_factory=list)
     content: tuple[int, ...] = ()       # what the prompt is to the prefix cache; (): nothing
     proven: int = 0                     # tokens in its memory from which finite logits came
     cached: int = 0                     # tokens found at its beginning
@@ -89,13 +89,13 @@ def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> 
     return tuple(items)
 
 
-def ids(batch: Batch[Request]) -> list[int]:
+def ids(batch: Batch[PromptSequence]) -> list[int]:
     """The token of each row."""
     return [token for request, count in batch.chunks
             for token in request.tokens[request.computed:request.computed + count]]
 
 
-def wanted(batch: Batch[Request]) -> list[int]:
+def wanted(batch: Batch[PromptSequence]) -> list[int]:
     """Rows of the batch that a token follows which nobody knows yet."""
     rows, end = [], 0
     for request, count in batch.chunks:
@@ -105,7 +105,7 @@ def wanted(batch: Batch[Request]) -> list[int]:
     return rows
 
 
-def positions(batch: Batch[Request]) -> torch.Tensor:
+def positions(batch: Batch[PromptSequence]) -> torch.Tensor:
     """Temporal, vertical and horizontal position of each row, [3, T]."""
     pieces: list[torch.Tensor] = []
     single: list[int] = []
@@ -127,7 +127,7 @@ def positions(batch: Batch[Request]) -> torch.Tensor:
     return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
 
 
-def pieces(batch: Batch[Request]) -> Iterator[tuple[int, Image, int, int]]:
+def pieces(batch: Batch[PromptSequence]) -> Iterator[tuple[int, PromptImage, int, int]]:
     """(row of the batch, image, low, high) of each image's rows [low, high) that are among the batch's."""
     row = 0
     for request, count in batch.chunks:
@@ -139,7 +139,7 @@ def pieces(batch: Batch[Request]) -> Iterator[tuple[int, Image, int, int]]:
         row += count
 
 
-def splice(batch: Batch[Request], embeds: torch.Tensor) -> dict[str, Any]:
+def splice(batch: Batch[PromptSequence], embeds: torch.Tensor) -> dict[str, Any]:
     """Write images' rows into `embeds` [T, hidden]; the text model's arguments for their deepstack planes."""
     deep: list[torch.Tensor] = []
     mask = torch.zeros(len(embeds), dtype=torch.bool)

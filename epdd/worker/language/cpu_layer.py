@@ -27,7 +27,7 @@ TRIAL_TOKENS = 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-class Shape(ctypes.Structure):
+class LayerShape(ctypes.Structure):
     """A layer as library.h has it."""
 
     _fields_ = [("heads", ctypes.c_long), ("kv_heads", ctypes.c_long), ("size", ctypes.c_long),
@@ -49,7 +49,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         norms = [original.input_layernorm, original.post_attention_layernorm,
                  getattr(at, "q_norm", None), getattr(at, "k_norm", None)]
         self._kept = keys, values       # the pointers are to their memory
-        self._shape = Shape(
+        self._shape = LayerShape(
             at.q_proj.out_features // at.head_dim, keys.shape[0], at.head_dim,
             at.q_proj.weight.dtype == torch.bfloat16, keys.dtype == torch.bfloat16, keys.shape[1],
             *(Matrix.of(linear) for linear in _linears(original)),
@@ -57,7 +57,7 @@ class Layer(nn.Module):  # type: ignore[misc]
             norms[0].variance_epsilon, at.scaling)
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor],
-                plan: attention.Plan, **more: Any) -> torch.Tensor:
+                plan: attention.AttentionPlan, **more: Any) -> torch.Tensor:
         """[1, T, hidden] to the same; by the kernels where the plan has rows for them."""
         kernels = native.library()
         if plan.rows is None or kernels is None:
@@ -70,7 +70,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-def install(model: Any, pool: kv_cache.Pool) -> bool:
+def install(model: Any, pool: kv_cache.KVPool) -> bool:
     """Exchange a loaded language model's decoder layers and its output layer; whether that could be done."""
     text, head = model.get_decoder(), model.get_output_embeddings()
     if native.library() is None or not all(map(_fits, text.layers)) or not native.takes(head):
@@ -83,7 +83,7 @@ def install(model: Any, pool: kv_cache.Pool) -> bool:
         log.warning("decode kernels are not used: their results are off by %.1e of the largest value", error)
         return False
     text.layers = nn.ModuleList(layers)
-    model.set_output_embeddings(native.Linear(head))
+    model.set_output_embeddings(native.FewRowsLinear(head))
     return True
 
 
@@ -108,7 +108,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def _error(layer: Layer, text: Any, pool: kv_cache.Pool) -> float:
+def _error(layer: Layer, text: Any, pool: kv_cache.KVPool) -> float:
     """How far the kernels' hidden states are from transformers', over two tokens of each trial sequence."""
     hidden = layer.original.input_layernorm.weight      # for its size, type and device
     named = inspect.signature(layer.original.forward).parameters

@@ -20,12 +20,12 @@ import torch
 from epdd import families, wire
 from epdd.arena import Mapping
 from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, WorkerFailed
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.worker.kernels import cuda, gemm_bf16x3, native, norm, onednn
 from epdd.worker.language import attention, batch_inputs, cpu_layer, kv_cache
-from epdd.worker.language.batch_inputs import Image, Request, Rows
-from epdd.worker.language.prefill_budget import Beside
-from epdd.worker.language.request_tracker import Intake
+from epdd.worker.language.batch_inputs import PromptImage, PromptSequence, HostRows
+from epdd.worker.language.prefill_budget import PrefillBudget
+from epdd.worker.language.request_tracker import RequestTracker
 from epdd.worker.language.sampling.sampler import Sampler
 from epdd.worker.language.sampling.structured_output import Constraints
 from epdd.worker.language.scheduler import HEADROOM_TOKENS, Batch, Scheduler
@@ -44,7 +44,7 @@ class Logits:
     best: list[int]                 # the token it belongs to
 
 
-class Engine(Intake[Request]):
+class Engine(RequestTracker[PromptSequence]):
     """The role: one step computes a batch of prompt chunks and decode tokens."""
 
     attention = attention.NAME      # what transformers' models call
@@ -54,7 +54,7 @@ class Engine(Intake[Request]):
         """Loads the weights and allocates the KV cache.  Raises StartupError."""
         self._arena, self._send = arena, send
         loaded = families.load(spec.model)
-        self._family: Family = replace(loaded, eos_ids=spec.eos_ids or loaded.eos_ids)
+        self._family: ModelInfo = replace(loaded, eos_ids=spec.eos_ids or loaded.eos_ids)
         self._device = torch.device(spec.device)
         self.model = load.load_language(spec.model, spec.dtype, spec.device, self.attention)
         self._parameters = sum(p.numel() for p in self.model.parameters())
@@ -69,23 +69,23 @@ class Engine(Intake[Request]):
         kv_tokens = kv_cache.tokens(spec, self._text.config, kv_dtype, context)
         self.context_max = min(context, kv_tokens)
         try:
-            self._pool = kv_cache.Pool(self._text.config, kv_tokens, kv_dtype, self._device)
+            self._pool = kv_cache.KVPool(self._text.config, kv_tokens, kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
             raise HardwareError(f"no memory for a KV cache of {kv_tokens} tokens; lower pd.kv_tokens or "
                                 "pd.kv_bytes") from None
         self._kernels = self._exchange(spec.name)
         self._head = self.model.get_output_embeddings()
         self._caches = spec.prefix_cache
-        self._scheduler: Scheduler[Request] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
-                                                        self._begin)
-        self._beside = Beside(spec.step_s)
-        self._requests: dict[str, Request] = {}
+        self._scheduler: Scheduler[PromptSequence] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
+                                                               self._begin)
+        self._beside = PrefillBudget(spec.step_s)
+        self._requests: dict[str, PromptSequence] = {}
         self._steps = 0
 
-    def beat(self) -> wire.Beat:
+    def beat(self) -> wire.Heartbeat:
         s = self._scheduler
-        return wire.Beat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
-                         kv_used=s.capacity - s.free, kv_cached=self._pool.cached, preempted=s.preempted)
+        return wire.Heartbeat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
+                              kv_used=s.capacity - s.free, kv_cached=self._pool.cached, preempted=s.preempted)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def step(self) -> None:
@@ -127,7 +127,7 @@ class Engine(Intake[Request]):
         kernels = cpu_layer.install(self.model, self._pool)
         if kernels:
             by_amx = self.dtype is torch.float32 and not gemm_bf16x3.missing()
-            if not (by_amx and onednn.exchange(self.model, gemm_bf16x3.Linear)):
+            if not (by_amx and onednn.exchange(self.model, gemm_bf16x3.ManyRowsLinear)):
                 onednn.exchange(self.model, onednn.UnpackedLinear)
             norm.fuse(self.model)
         else:
@@ -137,7 +137,7 @@ class Engine(Intake[Request]):
 
     # --- a request's beginning
 
-    def _request(self, message: wire.Generate, raw: bytes) -> Request:
+    def _request(self, message: wire.Generate, raw: bytes) -> PromptSequence:
         s = message.sampling
         if not raw or len(raw) % 4:
             raise WorkerFailed("a prompt is a positive number of int32 token ids")
@@ -157,16 +157,16 @@ class Engine(Intake[Request]):
         # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
         eos = frozenset(self._family.eos_ids) if constraint or not s.ignore_eos else frozenset()
         stop = frozenset(s.stop_token_ids) | eos
-        return Request(
+        return PromptSequence(
             id=message.id, tokens=tokens, prompt=len(tokens), total_max=len(tokens) + s.max_tokens,
             sampler=Sampler(s, tokens, stop, self._head.out_features, self._device, constraint), stop_ids=stop,
             max_tokens=s.max_tokens, positions=positions, delta=delta, images=images,
             leases_until=images[-1].end if images else len(tokens), content=content,
             twins=hash(content) if content else None)
 
-    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[Image]:
+    def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[PromptImage]:
         """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""
-        images: list[Image] = []
+        images: list[PromptImage] = []
         end = -1
         for span in spans:
             # get_rope_index takes neighbouring images for one: a token must lie between them.
@@ -182,12 +182,12 @@ class Engine(Intake[Request]):
             images.append(self._image(span, (self._family.planes, span.rows, self._family.hidden)))
         return images
 
-    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> Image:
+    def _image(self, span: wire.Span, shape: tuple[int, int, int]) -> PromptImage:
         if self._arena is None:
             raise WorkerFailed("there is no arena to read images from")
         # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
         flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype), count=math.prod(shape))
-        return Rows(span.start, flat.view(shape))
+        return HostRows(span.start, flat.view(shape))
 
     def _positions(self, tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[torch.Tensor | None, int]:
         if not spans:
@@ -200,7 +200,7 @@ class Engine(Intake[Request]):
             ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor([span.grid for span in spans]))
         return positions[:, 0], int(delta)
 
-    def _begin(self, request: Request) -> int:
+    def _begin(self, request: PromptSequence) -> int:
         """Place an admitted request; how many of its tokens need no computing.  The last one does: for its logits."""
         found = self._pool.begin(request.id, request.reserved, request.items[:len(request.tokens) - 1])
         request.proven = found
@@ -210,7 +210,7 @@ class Engine(Intake[Request]):
 
     # --- a step
 
-    def _run(self, batch: Batch[Request]) -> Logits:
+    def _run(self, batch: Batch[PromptSequence]) -> Logits:
         layout = self._layout(batch)
         # The first sequences decode.  Beside a long chunk they are computed apart, by the same kernels as ever: so
         # their values do not depend on their company, for the price of reading the weights once more.
@@ -222,7 +222,7 @@ class Engine(Intake[Request]):
                           [token for part in parts for token in part.best])
         return self._compute(batch, layout)
 
-    def _compute(self, batch: Batch[Request], layout: list[tuple[int, int, int]]) -> Logits:
+    def _compute(self, batch: Batch[PromptSequence], layout: list[tuple[int, int, int]]) -> Logits:
         ids = torch.tensor(batch_inputs.ids(batch), device=self._device)
         embeds = self._embed(ids)
         plan = attention.plan(layout, self._device)
@@ -233,7 +233,7 @@ class Engine(Intake[Request]):
             return Logits(hidden.new_zeros(0, 0), [], [])
         return self._read(*self._best(hidden[wanted]))
 
-    def _layout(self, batch: Batch[Request]) -> list[tuple[int, int, int]]:
+    def _layout(self, batch: Batch[PromptSequence]) -> list[tuple[int, int, int]]:
         """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
         for request, _ in batch.chunks:
             self._pool.hold(request.id, request.reserved)
@@ -256,9 +256,9 @@ class Engine(Intake[Request]):
         values, ids = best.tolist()
         return Logits(logits, values, [int(token) for token in ids])
 
-    def _postprocess(self, batch: Batch[Request], found: Logits) -> None:
+    def _postprocess(self, batch: Batch[PromptSequence], found: Logits) -> None:
         """Move every sequence on, and choose a token for those whose last known token was computed."""
-        ready: list[Request] = []
+        ready: list[PromptSequence] = []
         for request, count in batch.chunks:
             request.computed += count
             if not request.prefilled and request.computed >= request.leases_until:
@@ -276,7 +276,7 @@ class Engine(Intake[Request]):
             except Exception as error:
                 self._fail(request, error)
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: PromptSequence) -> None:
         """Stop reading leases.
 
         A request whose memory lasts to its end is pinned: it needs its images no more.  Any other may have to
@@ -289,7 +289,7 @@ class Engine(Intake[Request]):
             request.images = [image.kept() for image in request.images]
         self._send(wire.Prefilled(request.id, request.cached))
 
-    def _advance(self, request: Request, token: int, logits: torch.Tensor) -> None:
+    def _advance(self, request: PromptSequence, token: int, logits: torch.Tensor) -> None:
         if token in request.stop_ids:
             self._end(request, wire.Done(request.id, "stop", token))
             return
@@ -302,14 +302,14 @@ class Engine(Intake[Request]):
         elif len(request.tokens) - request.prompt >= request.max_tokens:
             self._end(request, wire.Done(request.id, "length"))
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: PromptSequence, error: Exception) -> None:
         """Raises DeviceError where it is not the request's alone."""
         problem = cuda.fault(error)
         if isinstance(problem, DeviceError):
             raise problem
         self._end(request, failed(request.id, problem or error))
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: PromptSequence) -> None:
         """Give a request's memory back; what it computed stays known until the memory is needed."""
         self._pool.share(request.id, request.items[:request.proven])
         self._pool.release(request.id)

@@ -18,8 +18,8 @@ import torch
 
 from epdd import wire
 from epdd.errors import ModelError
-from epdd.worker.language.prefix_cache import Prefixes
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.prefix_cache import PrefixCache
+from epdd.worker.language.scheduler import BLOCK_SIZE
 
 FULL_CONTEXTS_MAX = 16      # by default: a tiny model would touch gigabytes it never uses
 BYTES_DEFAULT = 1 << 30     # placement names a size; this is for a spec made by hand
@@ -45,10 +45,10 @@ def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int)
     Raises ModelError where not one unit fits.
     """
     each = bytes_per_token(config, dtype)
-    count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + KV_UNIT))
-    count = min(count, spec.batch_max * (context + KV_UNIT)) // KV_UNIT * KV_UNIT
-    if count < KV_UNIT:
-        raise ModelError(f"KV cache of {count} tokens is too small; {KV_UNIT} tokens take {KV_UNIT * each} bytes")
+    count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + BLOCK_SIZE))
+    count = min(count, spec.batch_max * (context + BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE
+    if count < BLOCK_SIZE:
+        raise ModelError(f"KV cache of {count} tokens is too small; {BLOCK_SIZE} tokens take {BLOCK_SIZE * each} bytes")
     return count
 
 
@@ -67,17 +67,17 @@ class Step:
         return keys, values
 
 
-class Pool:
+class KVPool:
     """Keys and values [kv heads, tokens, head size] of each layer."""
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
         layers, heads, dim = sizes(config)
-        units = tokens // KV_UNIT
+        units = tokens // BLOCK_SIZE
         self._held: dict[str, tuple[int, int]] = {}     # owner: its first unit, how many
         self._taken = np.zeros(units, bool)             # units of all owners
-        self._prefixes = Prefixes(units)
-        shape = (heads, units * KV_UNIT, dim)
+        self._prefixes = PrefixCache(units)
+        shape = (heads, units * BLOCK_SIZE, dim)
         # full() writes where zeros() would map pages on first use.
         self._keys, self._values = ([torch.full(shape, 0.0, dtype=dtype, device=device) for _ in range(layers)]
                                     for _ in range(2))
@@ -85,7 +85,7 @@ class Pool:
     @property
     def cached(self) -> int:
         """Tokens of memory that nobody holds and whose content is known."""
-        return int(np.count_nonzero(self._prefixes.used[~self._taken])) * KV_UNIT
+        return int(np.count_nonzero(self._prefixes.used[~self._taken])) * BLOCK_SIZE
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values, where they lie as long as the pool lives."""
@@ -93,7 +93,7 @@ class Pool:
 
     def offset(self, owner: str) -> int:
         """The token where its extent begins."""
-        return self._held[owner][0] * KV_UNIT
+        return self._held[owner][0] * BLOCK_SIZE
 
     def begin(self, owner: str, size: int, items: Sequence[int]) -> int:
         """Give a new owner an extent of at least `size` tokens; how many of `items`, at most `size`, are in it.
@@ -114,7 +114,7 @@ class Pool:
         Tells whether all others stayed where they were.
         """
         first, had = self._held.get(owner, (0, 0))
-        count = -(-size // KV_UNIT)
+        count = -(-size // BLOCK_SIZE)
         if had >= count:
             return True
         if had and first + count <= len(self._taken) and not self._taken[first + had:first + count].any():
@@ -190,19 +190,19 @@ class Pool:
             self._move(before, after, had)
 
     def _move(self, old: int, new: int, count: int) -> None:
-        source, target = (slice(unit * KV_UNIT, (unit + count) * KV_UNIT) for unit in (old, new))
+        source, target = (slice(unit * BLOCK_SIZE, (unit + count) * BLOCK_SIZE) for unit in (old, new))
         for pool in (*self._keys, *self._values):
             pool[:, target] = pool[:, source].clone()   # the two may overlap
 
     def _copy(self, units: Sequence[int], count: int, offset: int) -> None:
         """Copy the first `count` rows of these units to `offset`."""
         runs: list[tuple[int, int]] = []        # first row and rows of neighbouring units
-        for start, unit in zip(range(0, count, KV_UNIT), units):
-            rows = min(KV_UNIT, count - start)
-            if runs and sum(runs[-1]) == unit * KV_UNIT:
+        for start, unit in zip(range(0, count, BLOCK_SIZE), units):
+            rows = min(BLOCK_SIZE, count - start)
+            if runs and sum(runs[-1]) == unit * BLOCK_SIZE:
                 runs[-1] = runs[-1][0], runs[-1][1] + rows
             else:
-                runs.append((unit * KV_UNIT, rows))
+                runs.append((unit * BLOCK_SIZE, rows))
         overlap = any(first < offset + count and offset < first + rows for first, rows in runs)
         for pool in (*self._keys, *self._values):
             parts = [pool[:, first:first + rows] for first, rows in runs]

@@ -14,7 +14,7 @@ WEIGHT = 0.2        # of the latest step
 JUMP = 2.0          # what a measure may change by at once, up or down: one step held up by something else says little
 
 
-class Beside:
+class PrefillBudget:
     """Follows one engine's steps."""
 
     def __init__(self, step_s: float) -> None:

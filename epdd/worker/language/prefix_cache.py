@@ -1,6 +1,6 @@
 """Which beginnings of prompts lie in KV memory, so that they need not be computed again; pure, without torch.
 
-A tree of blocks.  Each stands for the KV_UNIT items (or the last few) that follow its parent's, and for the unit of
+A tree of blocks.  Each stands for the BLOCK_SIZE items (or the last few) that follow its parent's, and for the unit of
 KV memory where their keys and values lie.  An item is a token id, or a number that names an image in place of its
 first placeholder: keys and values depend on nothing but the items up to theirs.  Items are compared themselves, no
 hash of them, so that no prompt can hit another's.
@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.scheduler import BLOCK_SIZE
 
 
 @dataclass(eq=False, slots=True)
 class Block:
     """A unit of KV memory whose content is known."""
 
-    items: tuple[int, ...]                                      # at most KV_UNIT; with fewer it has no children
+    items: tuple[int, ...]                                      # at most BLOCK_SIZE; with fewer it has no children
     unit: int
     parent: Block | None                                        # None: the root, which holds nothing
     children: list[Block] = field(default_factory=list)         # sorted by their items, no two alike
 
 
-class Prefixes:
+class PrefixCache:
     """The known blocks of so many units, each in a unit of its own, and when each was last wanted."""
 
     def __init__(self, units: int) -> None:
@@ -41,12 +41,12 @@ class Prefixes:
         path: list[Block] = []
         parent, count = self._root, 0
         while count < len(items):
-            block, common = _closest(parent, tuple(items[count:count + KV_UNIT]))
+            block, common = _closest(parent, tuple(items[count:count + BLOCK_SIZE]))
             if block is None or not common:
                 break
             path.append(block)
             count += common
-            if common < KV_UNIT:
+            if common < BLOCK_SIZE:
                 break
             parent = block
         self._touch(path)
@@ -56,11 +56,11 @@ class Prefixes:
         """Rows of `items` lie from `unit` on; blocks known already stay where they are known."""
         path: list[Block] = []
         parent = self._root
-        for start in range(0, len(items), KV_UNIT):
-            part = tuple(items[start:start + KV_UNIT])
+        for start in range(0, len(items), BLOCK_SIZE):
+            part = tuple(items[start:start + BLOCK_SIZE])
             block, common = _closest(parent, part)
             if block is None or common < len(part):
-                block = self._put(part, unit + start // KV_UNIT, parent)
+                block = self._put(part, unit + start // BLOCK_SIZE, parent)
             path.append(block)
             parent = block
         self._touch(path)

@@ -13,7 +13,7 @@ from epdd.worker.process.loop import Send, failed
 R = TypeVar("R", bound=Sequence)
 
 
-class Intake(ABC, Generic[R]):
+class RequestTracker(ABC, Generic[R]):
     """Takes, cancels and ends requests; a subclass makes them of messages and moves them on."""
 
     answered: tuple[type[Exception], ...] = (Exception,)    # faults of a message that are told to the daemon

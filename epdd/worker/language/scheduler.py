@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from epdd.errors import ContextLength
 
-KV_UNIT = 64            # tokens: what KV memory is handed out in
+BLOCK_SIZE = 64            # tokens: what KV memory is handed out in
 HEADROOM_TOKENS = 512   # of an answer reserved ahead: fewer growths, and most answers never need one
 
 
@@ -60,7 +60,7 @@ class Scheduler(Generic[S]):
     def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS,
                  begin: Callable[[S], int] = lambda sequence: 0) -> None:
         """`begin(sequence)` makes its memory real when it is admitted; how many of its tokens are there already."""
-        self.capacity = kv_tokens // KV_UNIT * KV_UNIT
+        self.capacity = kv_tokens // BLOCK_SIZE * BLOCK_SIZE
         self.free = self.capacity
         self.waiting: deque[S] = deque()
         self.running: list[S] = []
@@ -149,7 +149,7 @@ class Scheduler(Generic[S]):
         return min(sequence.total_max, len(sequence.tokens) + self._headroom)
 
     def _reserve(self, sequence: S, tokens: int) -> bool:
-        more = -(-tokens // KV_UNIT) * KV_UNIT - sequence.reserved
+        more = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE - sequence.reserved
         if more > self.free:
             return False
         self.free -= more

@@ -43,11 +43,11 @@ class Role(Protocol):
     def step(self) -> None:
         """One bounded piece of work; answers through the Send it was made with."""
 
-    def beat(self) -> wire.Beat:
+    def beat(self) -> wire.Heartbeat:
         """The counters of now."""
 
 
-class Connection:
+class DaemonConnection:
     """The worker's end of the socket: whole frames in, buffered frames out, never blocking."""
 
     def __init__(self, fd: int) -> None:
@@ -104,7 +104,7 @@ class Connection:
         return frames
 
 
-def run(connection: Connection, role: Role, beat_s: float) -> None:
+def run(connection: DaemonConnection, role: Role, beat_s: float) -> None:
     """Serve until the daemon hangs up.  Raises ProtocolError, after which the worker must be replaced."""
     next_beat = time.monotonic()
     while True:

@@ -27,7 +27,7 @@ GAP_BYTES = 1 << 20             # so much of other tensors between two wanted on
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRange:
     """Bytes [start, end) of a file that hold tensors of the half."""
 
     path: Path
@@ -42,7 +42,7 @@ def beside(folder: str, role: str, told: Callable[[float], None]) -> Iterator[No
     `told` hears of the share that is in memory, 0 to 1, from one of these threads, and never after the end.  A
     checkpoint that cannot be read is the loader's to refuse: here nothing is told.
     """
-    reading = _Reading(folder, role)
+    reading = _ReadAhead(folder, role)
     ended = threading.Event()
 
     def tell() -> None:
@@ -62,12 +62,12 @@ def beside(folder: str, role: str, told: Callable[[float], None]) -> Iterator[No
             thread.join()
 
 
-class _Reading:
+class _ReadAhead:
     """Pieces that its threads share out among themselves."""
 
     def __init__(self, folder: str, role: str) -> None:
         self.done = self.total = 0      # bytes
-        self._pieces: list[Part] = []   # the next one last
+        self._pieces: list[FileRange] = []   # the next one last
         self._lock = threading.Lock()
         try:
             wanted = parts(Path(folder), role)
@@ -75,7 +75,7 @@ class _Reading:
             log.debug("%s is not read ahead: %s", folder, error)
             return
         self.total = sum(part.end - part.start for part in wanted)
-        self._pieces = [Part(part.path, start, min(part.end, start + PIECE_BYTES))
+        self._pieces = [FileRange(part.path, start, min(part.end, start + PIECE_BYTES))
                         for part in wanted for start in range(part.start, part.end, PIECE_BYTES)][::-1]
 
     def run(self, ended: threading.Event) -> None:
@@ -102,14 +102,14 @@ class _Reading:
                 self.done += at - piece.start
 
 
-def parts(folder: Path, role: str) -> list[Part]:
+def parts(folder: Path, role: str) -> list[FileRange]:
     """Where the tensors of a role's half lie, in order.  Raises ModelError where the weights cannot be read."""
-    found: list[Part] = []
+    found: list[FileRange] = []
     wanted = [tensor for name, tensor in headers.all_tensors(folder).items()
               if expected.is_vision(name) == (role == "encoder")]
     for tensor in sorted(wanted, key=lambda tensor: (tensor.file, tensor.start)):
         if found and found[-1].path == tensor.file and tensor.start - found[-1].end <= GAP_BYTES:
-            found[-1] = Part(tensor.file, found[-1].start, tensor.end)
+            found[-1] = FileRange(tensor.file, found[-1].start, tensor.end)
         else:
-            found.append(Part(tensor.file, tensor.start, tensor.end))
+            found.append(FileRange(tensor.file, tensor.start, tensor.end))
     return found

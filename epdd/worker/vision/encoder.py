@@ -41,7 +41,7 @@ CHOICE_SHARE = 0.4              # of the warm-up's progress: choosing the backen
 
 
 @dataclass(frozen=True)
-class Job:
+class ImageTask:
     """One image with its reply's address, being decoded and cut into patches by the helper thread."""
 
     message: wire.Encode
@@ -61,7 +61,7 @@ class Encoder:
         self._family = families.load(spec.model)
         self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._family)
         self._run: backends.Run = self.tower
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[ImageTask] = deque()
         # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
         self._helper = ThreadPoolExecutor(1, initializer=name_thread, initargs=("preprocess",))
         self._steps = 0
@@ -75,7 +75,7 @@ class Encoder:
         except WorkerFailed as error:
             self._send(failed(message.id, error))
             return
-        self._waiting.append(Job(message, self._helper.submit(self._decode, raw, message)))
+        self._waiting.append(ImageTask(message, self._helper.submit(self._decode, raw, message)))
 
     def cancel(self, work_id: str) -> None:
         """Drop an image that waits; one that is done has been answered already."""
@@ -90,13 +90,13 @@ class Encoder:
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def beat(self) -> wire.Beat:
-        return wire.Beat(steps=self._steps, waiting=len(self._waiting))
+    def beat(self) -> wire.Heartbeat:
+        return wire.Heartbeat(steps=self._steps, waiting=len(self._waiting))
 
     def step(self) -> None:
         """Encode the next image, and small ones behind it, and answer each."""
         start = time.monotonic()
-        batch: list[tuple[Job, Any]] = []
+        batch: list[tuple[ImageTask, Any]] = []
         total = 0
         while self._waiting:
             size = math.prod(self._waiting[0].message.grid)
@@ -169,7 +169,7 @@ class Encoder:
         stacked = torch.from_numpy(images[0] if len(images) == 1 else np.concatenate(images))
         return self._run(stacked.to(self.tower.device), grids)
 
-    def _choose(self, progress: Callable[[float], None]) -> choice.Choice:
+    def _choose(self, progress: Callable[[float], None]) -> choice.BackendChoice:
         ways = choice.candidates(self.tower.device, self._spec.quantize)
         missing = {way.name: lacking for way in ways if (lacking := way.missing(self.tower))}
         facts = remembered.facts(self._spec, load.dtype_name(self.dtype), [way.name for way in ways], missing)
@@ -188,7 +188,7 @@ class Encoder:
         """Raises WorkerFailed where it lies outside."""
         self._arena.view(lease)
 
-    def _encode(self, batch: list[tuple[Job, Any]], start: float) -> None:
+    def _encode(self, batch: list[tuple[ImageTask, Any]], start: float) -> None:
         problem = self._attempt(batch, start)
         if problem is not None and len(batch) == 1:
             self._send(failed(batch[0][0].message.id, problem))
@@ -196,7 +196,7 @@ class Encoder:
             for item in batch:      # the innocent must not fail with the culprit
                 self._encode([item], time.monotonic())
 
-    def _attempt(self, batch: list[tuple[Job, Any]], start: float) -> Exception | None:
+    def _attempt(self, batch: list[tuple[ImageTask, Any]], start: float) -> Exception | None:
         """Encode a batch and answer, or none of it, and what was wrong."""
         messages = [job.message for job, _ in batch]
         try:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.worker.vision.decode_image import Pixels
 
 
-def patches(pixels: Pixels, family: Family, grid: tuple[int, int, int]) -> NDArray[np.uint8]:
+def patches(pixels: Pixels, family: ModelInfo, grid: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Upright pixels [height, width, 3] as [patches, 3 * patch * patch] bytes on the daemon's grid."""
     _, rows, columns = grid
     return cut(resize(pixels, rows * family.patch, columns * family.patch), family)
@@ -28,7 +28,7 @@ def resize(pixels: Pixels, height: int, width: int) -> Pixels:
     return np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def cut(pixels: Pixels, family: Family) -> NDArray[np.uint8]:
+def cut(pixels: Pixels, family: ModelInfo) -> NDArray[np.uint8]:
     """[height, width, 3] into [patches, 3 * patch * patch], merge x merge neighbours one after another."""
     height, width, channels = pixels.shape
     patch, merge = family.patch, family.merge

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.worker.vision.grids import Grid, Segments, tables
 
 
@@ -98,7 +98,7 @@ def rotate(joint: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class Tower:
     """Patches and grids in, planes out: embeddings, then deepstack features, each [rows, hidden]."""
 
-    def __init__(self, load: Callable[[], Any], family: Family) -> None:
+    def __init__(self, load: Callable[[], Any], family: ModelInfo) -> None:
         """`load` gives the module as transformers loads it, each time anew."""
         self.family = family
         self._load = load

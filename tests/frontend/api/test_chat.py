@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epdd.dispatch.request import Request
-from epdd.frontend.context import Event
+from epdd.frontend.context import AnswerEvent
 from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 
 from tests.frontend.house import House, hosted, texts
@@ -157,7 +157,7 @@ async def test_several_choices(house: House) -> None:
 async def test_choices_end_one_by_one(house: House) -> None:
     encode = house.script.tokenizer.encode
 
-    async def play(request: Request) -> AsyncIterator[Event]:
+    async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         yield 0, Prefilled(request.id)
         yield 1, Tokens(request.id, tuple(encode("A").ids))
         yield 0, Tokens(request.id, tuple(encode("B").ids))
@@ -192,7 +192,7 @@ async def test_logprobs(house: House) -> None:
 @hosted()
 async def test_infinite_logprobs_are_floored_and_nan_is_a_fault(house: House) -> None:
     def script(value: float) -> Any:
-        async def play(request: Request) -> AsyncIterator[Event]:
+        async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             yield 0, Tokens(request.id, (5,), (TokenLogprob(value, ((6, float("-inf")),)),))
             yield 0, Done(request.id, "length")
         return play

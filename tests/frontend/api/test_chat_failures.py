@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from epdd.dispatch.pipeline import Again
+from epdd.dispatch.pipeline import Restarted
 from epdd.dispatch.request import Request
 from epdd.errors import (ArenaFull, BadRequest, EpddError, MediaError, NoWorker, Overloaded, ProtocolError, Rejected,
                          WorkerFailed, WorkerLost, WorkerTimeout)
-from epdd.frontend.context import Event
+from epdd.frontend.context import AnswerEvent
 from epdd.wire import Done, Prefilled, Tokens
 
 from tests.frontend.house import House, events, hosted, settle, texts
@@ -68,7 +68,7 @@ async def test_a_failure_after_the_first_token_is_a_frame(house: House) -> None:
 def test_a_bug_tells_nothing(family: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     @hosted()
     async def test(house: House) -> None:
-        async def play(request: Request) -> AsyncIterator[Event]:
+        async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             raise ZeroDivisionError("secret /etc/path 0x7f00")
             yield
 
@@ -144,7 +144,7 @@ async def test_the_deadline_before_and_after_the_first_token(house: House) -> No
 
 @hosted(server={"timeout_s": 0.5})
 async def test_a_reader_that_stops_reading_does_not_hold_its_request(house: House) -> None:
-    async def play(request: Request) -> AsyncIterator[Event]:
+    async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         while True:
             await asyncio.sleep(0)
             yield 0, Tokens(request.id, tokens)
@@ -196,7 +196,7 @@ async def test_context_and_images(house: House) -> None:
 async def test_image_files_of_a_stream_are_let_go_at_the_first_token(house: House) -> None:
     sizes: list[int] = []
 
-    async def play(request: Request) -> AsyncIterator[Event]:
+    async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         sizes.append(len(request.images))
         yield 0, Prefilled(request.id)
         sizes.append(len(request.images))
@@ -228,7 +228,7 @@ async def test_after_many_faults_nothing_is_left(house: House) -> None:
 def test_a_pipeline_that_ends_early_is_a_fault(family: Any, stream: bool) -> None:
     @hosted()
     async def test(house: House) -> None:
-        async def play(request: Request) -> AsyncIterator[Event]:
+        async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             yield 0, Prefilled(request.id)
 
         house.script.play = play
@@ -259,7 +259,7 @@ def test_events_helper_is_strict() -> None:
 async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(house: House) -> None:
     kept: list[int] = []
 
-    async def play(request: Request) -> AsyncIterator[Event | tuple[int, Again]]:
+    async def play(request: Request) -> AsyncIterator[AnswerEvent | tuple[int, Restarted]]:
         assert request.whole
         ids = house.script.tokenizer.encode("red", add_special_tokens=False).ids
         yield 0, Prefilled(request.id, 5)
@@ -267,7 +267,7 @@ async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(ho
             yield choice, Tokens(request.id, tuple(house.script.tokenizer.encode("lost words").ids))
         yield 1, Done(request.id, "length")
         kept.append(len(request.images))
-        yield 0, Again()
+        yield 0, Restarted()
         yield 0, Prefilled(request.id, 9)
         for choice in (0, 1):
             yield choice, Tokens(request.id, tuple(ids))

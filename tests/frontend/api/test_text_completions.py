@@ -12,22 +12,22 @@ import pytest
 
 from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, WorkerLost
-from epdd.families import Family
-from epdd.frontend.context import Event
-from epdd.frontend.requests.completion_requests import Prompt, parse_text
+from epdd.families import ModelInfo
+from epdd.frontend.context import AnswerEvent
+from epdd.frontend.requests.completion_requests import PromptInput, parse_text
 from epdd.wire import Done, Tokens
 
 from tests.frontend.house import House, events, hosted, settle
 
 
-def texts(family: Family, **fields: Any) -> list[Prompt]:
+def texts(family: ModelInfo, **fields: Any) -> list[PromptInput]:
     return parse_text(orjson.dumps(fields), family, ("tiny-vl",))[1]
 
 
 @pytest.mark.parametrize(("prompt", "found"), [
     ("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]),
     (["a", [5]], ["a", [5]]), (["x"] * 32, ["x"] * 32)])
-def test_prompts_of_every_kind(family: Family, prompt: Any, found: Any) -> None:
+def test_prompts_of_every_kind(family: ModelInfo, prompt: Any, found: Any) -> None:
     assert texts(family, prompt=prompt) == found
 
 
@@ -40,18 +40,18 @@ def test_prompts_of_every_kind(family: Family, prompt: Any, found: Any) -> None:
     ({"prompt": "x", "best_of": 2}, "best_of"), ({"prompt": "x", "logprobs": 6}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"), ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stream_options": {}}, "stream_options")])
-def test_refusals_name_the_field(family: Family, fields: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_field(family: ModelInfo, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         texts(family, **fields)
     assert caught.value.param == param and param.partition("[")[0] in caught.value.message
 
 
-def test_the_place_of_an_image_is_no_token_to_name(family: Family) -> None:
+def test_the_place_of_an_image_is_no_token_to_name(family: ModelInfo) -> None:
     with pytest.raises(BadRequest, match="image"):
         texts(family, prompt=[family.image_token_id])
 
 
-def test_the_apis_own_default_length(family: Family) -> None:
+def test_the_apis_own_default_length(family: ModelInfo) -> None:
     def most(**fields: Any) -> int:
         return parse_text(orjson.dumps({"prompt": "x", **fields}), family, ("tiny-vl",))[0].sampling.max_tokens
 
@@ -105,7 +105,7 @@ async def test_token_ids_are_taken_as_they_are(house: House) -> None:
 def echo(house: House) -> None:
     """Every choice says its prompt's last token twice, then its own number."""
 
-    async def play(request: Request) -> AsyncIterator[Event]:
+    async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         for choice in range(request.n):
             await asyncio.sleep(0)
             yield choice, Tokens(request.id, (request.tokens[-1], request.tokens[-1]))

@@ -11,7 +11,7 @@ import pytest
 
 from epdd.errors import ConfigError
 from epdd.frontend.http import auth
-from epdd.settings.config import Server
+from epdd.settings.config import ServerSettings
 
 from tests.frontend.house import House, hosted
 from tests.frontend.http.test_app import envelope, raw
@@ -54,7 +54,7 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
             assert (await house.http.head(house.url + path, headers=headers)).status == 200
 
     test(family)
-    assert "sk-one" not in caplog.text and "sk-one" not in repr(Server(**KEYS))
+    assert "sk-one" not in caplog.text and "sk-one" not in repr(ServerSettings(**KEYS))
 
 
 @hosted(server=KEYS)
@@ -83,7 +83,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
 
     file = tmp_path / "keys"
     file.write_text("# ours\n sk-a \n\nsk-b\r\n")
-    found = auth.Keys(Server(api_keys=("sk-c",), api_keys_file=str(file)))
+    found = auth.Keys(ServerSettings(api_keys=("sk-c",), api_keys_file=str(file)))
     for key in ("sk-a", "sk-b", "sk-c"):
         found.check(Request(key))       # type: ignore[arg-type]
     for key in ("# ours", "ours", ""):
@@ -99,7 +99,7 @@ def test_files_that_would_let_everybody_or_nobody_in(tmp_path: Path, text: Any, 
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=words) as caught:
-        auth.Keys(Server(api_keys_file=str(file)))
+        auth.Keys(ServerSettings(api_keys_file=str(file)))
     assert "sk-" not in caught.value.message
 
 

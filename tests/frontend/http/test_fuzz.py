@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from epdd.errors import IMAGE_CODES, MediaError, RequestError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.images import image_header
 from epdd.frontend.images.media import data_url
 from epdd.frontend.requests import completion_requests, request_validation
@@ -28,7 +28,7 @@ from tests.frontend.http import hostile
 
 pytestmark = pytest.mark.takes(30)
 
-FAMILY = Family("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
+FAMILY = ModelInfo("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
 SECONDS_MAX = 1.0           # of processor time, for one input; the usual is under a millisecond
 MEMORY_TIMES = 80           # of the input's size: a JSON element takes up to 60 times its bytes
 MEMORY_BASE = 1 << 20

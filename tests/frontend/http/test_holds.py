@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from epdd.errors import BadRequest, ContextLength, MediaError, RequestError
 from epdd.frontend.requests import inline_files
-from epdd.frontend.requests.inline_files import Limits, lift
+from epdd.frontend.requests.inline_files import InlineLimits, lift
 from epdd.frontend.requests.request_validation import parse
 from epdd.frontend.requests.schema import ChatBody
 
@@ -284,7 +284,7 @@ def test_what_is_lifted_comes_back(parts: list[Any], slashes: bool, indented: bo
     body = json.dumps(data, ensure_ascii=False, indent=1 if indented else None).encode()
     if slashes:
         body = body.replace(b"/", b"\\/")
-    lifted = lift(body, Limits())
+    lifted = lift(body, InlineLimits())
     assert len(lifted.text) + sum(len(url) for url in lifted.urls.values()) <= len(body) + 40 * len(lifted.urls)
     asked, ignored = parse(body, ChatBody, False)
     content = asked.messages[0].content
@@ -301,7 +301,7 @@ def _plain(part: Any) -> Any:
 
 def test_images_are_lifted_and_only_they() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [image(URL), image(URL + "A"), "text"]}]}).encode()
-    lifted = lift(body, Limits())
+    lifted = lift(body, InlineLimits())
     assert list(lifted.urls.values()) == [URL, URL + "A"] and len(lifted.text) < 400
     data = orjson.loads(lifted.text)
     assert lifted.put_back(data) and data == json.loads(body)
@@ -316,6 +316,6 @@ def test_images_are_lifted_and_only_they() -> None:
 def test_limits(body: bytes, error: type[RequestError], monkeypatch: Any) -> None:
     monkeypatch.setattr(inline_files, "_LEAST", 500)
     with pytest.raises(error):
-        parse(body, ChatBody, False, Limits(text_bytes=1000, file_bytes=15_000))
-    assert Limits.of(4096, 5) == Limits(8 << 20, 5) and Limits.of(400_000, 5).text_bytes == 12_800_000
-    assert Limits.of(10_000_000, 5).text_bytes == 16 << 20
+        parse(body, ChatBody, False, InlineLimits(text_bytes=1000, file_bytes=15_000))
+    assert InlineLimits.of(4096, 5) == InlineLimits(8 << 20, 5) and InlineLimits.of(400_000, 5).text_bytes == 12_800_000
+    assert InlineLimits.of(10_000_000, 5).text_bytes == 16 << 20

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epdd.errors import ConfigError, MediaError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.images.local_files import Folders
 from epdd.frontend.images.media import Media
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import Media as Limits
+from epdd.settings.config import MediaSettings as Limits
 
 from tests.frontend.images.image_host import Host, listed, run
 from tests.frontend.images.test_media import EXECUTOR, PNG, fault, images
@@ -44,7 +44,7 @@ def refusal(folders: Folders, url: str) -> tuple[str, str]:
     return caught.value.code, caught.value.message
 
 
-def test_files_inside(family: Family, allowed: Path) -> None:
+def test_files_inside(family: ModelInfo, allowed: Path) -> None:
     urls = [f"file://{allowed}/a.png", f"FILE://{allowed}/%61.png", f"file://{quote(str(allowed / 'sub dir/ü%.png'))}"]
     for url in urls:
         assert Folders([str(allowed)], 1 << 20).read(url) == PNG
@@ -62,7 +62,7 @@ def test_files_inside(family: Family, allowed: Path) -> None:
     "file://{allowed}/link.png", "file:///etc/passwd", "file:///", "file://", "file:",
     "file:///proc/self/environ", "file://{allowed}\\..\\secret.png",
 ])
-def test_outside_looks_the_same_whether_or_not_it_is_there(family: Family, allowed: Path, spelling: str,
+def test_outside_looks_the_same_whether_or_not_it_is_there(family: ModelInfo, allowed: Path, spelling: str,
                                                            there: bool) -> None:
     secret = allowed.parent / "secret.png"
     (allowed / "out").symlink_to(allowed.parent)
@@ -107,7 +107,7 @@ def test_what_is_inside_and_no_readable_file(allowed: Path) -> None:
     assert refusal(folders, f"file://{allowed}/sparse.png")[0] == "image_file_too_large"
 
 
-def test_no_refused_source_leaves_a_descriptor(family: Family, allowed: Path) -> None:
+def test_no_refused_source_leaves_a_descriptor(family: ModelInfo, allowed: Path) -> None:
     """Of files, of web servers and of data: URLs, each way that they can be refused."""
     os.mkfifo(allowed / "pipe.png")
     (allowed / "large.png").write_bytes(PNG + bytes(9000))

@@ -14,10 +14,10 @@ from PIL import Image as Pillow
 
 from epdd.dispatch.request import Image
 from epdd.errors import BadRequest, MediaError
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.images.media import Media, data_url
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import Media as Limits
+from epdd.settings.config import MediaSettings as Limits
 
 from tests.frontend.images.test_image_header import bomb
 
@@ -38,7 +38,7 @@ def url(data: bytes = PNG, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def images(family: Family, urls: Sequence[str], low: int = 0, high: int = 0, **limits: Any) -> list[Image]:
+def images(family: ModelInfo, urls: Sequence[str], low: int = 0, high: int = 0, **limits: Any) -> list[Image]:
     async def go() -> list[Image]:
         media = Media(Limits(**limits), family, EXECUTOR)
         try:
@@ -56,7 +56,7 @@ def images(family: Family, urls: Sequence[str], low: int = 0, high: int = 0, **l
     return asyncio.run(go())
 
 
-def fault(family: Family, text: str, **limits: Any) -> MediaError:
+def fault(family: ModelInfo, text: str, **limits: Any) -> MediaError:
     with pytest.raises(MediaError) as caught:
         images(family, [text], **limits)
     assert caught.value.param == "messages[0].content[0]"
@@ -79,7 +79,7 @@ def fault(family: Family, text: str, **limits: Any) -> MediaError:
     f"data:image/png;base64,{CODE.rstrip('=')}=====",
     f"data:image/png;base64,{CODE.replace('+', '-').replace('/', '_')}",
 ])
-def test_spellings_of_a_data_url(family: Family, text: str) -> None:
+def test_spellings_of_a_data_url(family: ModelInfo, text: str) -> None:
     assert data_url(text) == PNG
     assert images(family, [text]) == images(family, [url()])    # the cache key too
 
@@ -103,20 +103,20 @@ def test_spellings_of_a_data_url(family: Family, text: str) -> None:
     ("", "invalid_image_url"),
     (CODE, "invalid_image_url"),
 ])
-def test_faults_have_codes_and_fixed_texts(family: Family, text: str, code: str) -> None:
+def test_faults_have_codes_and_fixed_texts(family: ModelInfo, text: str, code: str) -> None:
     error = fault(family, text)
     assert error.code == code
     assert len(error.message) < 200 and CODE[:20] not in error.message and "passwd" not in error.message
 
 
-def test_an_image_is_known_from_its_header(family: Family) -> None:
+def test_an_image_is_known_from_its_header(family: ModelInfo) -> None:
     image, = images(family, [url(picture((100, 60)))])
     assert (image.width, image.height) == (100, 60)
     assert image.grid == family.grid(100, 60) == (1, 4, 8)
     assert image.rows == family.rows(image.grid) == 8
 
 
-def test_the_upright_size_counts(family: Family) -> None:
+def test_the_upright_size_counts(family: ModelInfo) -> None:
     tags = Pillow.Exif()
     tags[0x0112] = 6
     image, = images(family, [url(picture((240, 60), form="JPEG", exif=tags))])
@@ -124,7 +124,7 @@ def test_the_upright_size_counts(family: Family) -> None:
     assert image.grid == family.grid(60, 240)
 
 
-def test_pixel_options_change_grid_and_key(family: Family) -> None:
+def test_pixel_options_change_grid_and_key(family: ModelInfo) -> None:
     text = url(picture((560, 560)))
     plain, small = images(family, [text])[0], images(family, [text], high=56 * 56)[0]
     assert plain.grid == (1, 32, 32)[:1] + plain.grid[1:]
@@ -132,28 +132,28 @@ def test_pixel_options_change_grid_and_key(family: Family) -> None:
     assert plain.key != small.key
 
 
-def test_keys_are_wide_and_by_content(family: Family) -> None:
+def test_keys_are_wide_and_by_content(family: ModelInfo) -> None:
     same, again, other = images(family, [url(), url(), url(picture(colour="blue"))])
     assert same.key == again.key != other.key
     assert len(bytes.fromhex(same.key)) >= 16
 
 
-def test_equal_pixel_bytes_of_another_shape_differ(family: Family) -> None:
+def test_equal_pixel_bytes_of_another_shape_differ(family: ModelInfo) -> None:
     wide, high = images(family, [url(picture((150, 30))), url(picture((30, 150)))])
     assert wide.key != high.key
 
 
-def test_aspect_ratios(family: Family) -> None:
+def test_aspect_ratios(family: ModelInfo) -> None:
     assert fault(family, url(picture((1093, 5)))).code == "invalid_image"
     assert images(family, [url(picture((1000, 5)))])[0].width == 1000
 
 
-def test_a_pixel_is_enough(family: Family) -> None:
+def test_a_pixel_is_enough(family: ModelInfo) -> None:
     assert images(family, [url(picture((1, 1)))])[0].grid == (1, 4, 4)
     assert images(family, [url(picture((22, 3)))])[0].height == 3
 
 
-def test_limits(family: Family) -> None:
+def test_limits(family: ModelInfo) -> None:
     assert fault(family, url(picture((200, 100))), pixels_max=19_999).code == "image_too_large"
     assert images(family, [url(picture((200, 100)))], pixels_max=20_000)
     big = picture((300, 300), form="BMP")
@@ -161,27 +161,27 @@ def test_limits(family: Family) -> None:
     assert images(family, [url(big)], file_bytes_max=len(big))
 
 
-def test_bombs_are_refused_by_their_header(family: Family) -> None:
+def test_bombs_are_refused_by_their_header(family: ModelInfo) -> None:
     for side in (9_000, 20_000):
         error = fault(family, url(bomb(side)))
         assert error.code == "image_too_large" and f"{side} x {side}" in error.message
 
 
 @pytest.mark.parametrize("most", [0, 2])
-def test_too_many_images_are_refused_before_they_are_looked_at(family: Family, most: int) -> None:
+def test_too_many_images_are_refused_before_they_are_looked_at(family: ModelInfo, most: int) -> None:
     with pytest.raises(BadRequest) as caught:
         images(family, ["data:image/png;base64,not!!!base64"] * (most + 1), images_max=most)
     assert f"holds {most + 1} images; at most {most}" in caught.value.message
     assert images(family, [], images_max=most) == []
 
 
-def test_one_bad_image_of_several_is_named(family: Family) -> None:
+def test_one_bad_image_of_several_is_named(family: ModelInfo) -> None:
     with pytest.raises(MediaError) as caught:
         images(family, [url(), url(), "data:image/png;base64,!"])
     assert caught.value.param == "messages[0].content[2]"
 
 
-def test_large_files_leave_the_loop_free(family: Family) -> None:
+def test_large_files_leave_the_loop_free(family: ModelInfo) -> None:
     text = url(picture((2900, 2900), form="BMP"))       # 25 MB
 
     async def go() -> tuple[float, float]:
@@ -206,7 +206,7 @@ def test_large_files_leave_the_loop_free(family: Family) -> None:
     assert gap < max(0.2, total / 2)    # the machine may be busy with other things
 
 
-def test_requests_over_the_budget_take_turns(family: Family) -> None:
+def test_requests_over_the_budget_take_turns(family: ModelInfo) -> None:
     data = picture((100, 100), form="BMP")
 
     async def go() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epdd.errors import BadRequest, EpddError, NotFound
-from epdd.families import Defaults, Family
+from epdd.families import Defaults, ModelInfo
 from epdd.frontend.requests import completion_requests, request_validation
 from epdd.frontend.requests.completion_requests import Chat
 from epdd.frontend.requests.messages import Conversation, ImageRef, Message
@@ -25,28 +25,28 @@ USER = {"role": "user", "content": "hi"}
 PIXEL = "data:image/png;base64,AAAA"
 
 
-def parse(family: Family, **fields: Any) -> Chat:
+def parse(family: ModelInfo, **fields: Any) -> Chat:
     return completion_requests.parse(orjson.dumps({"messages": [USER], **fields}), family, ("tiny-vl",))[0]
 
 
-def talk(family: Family, *messages: Any, **fields: Any) -> Conversation:
+def talk(family: ModelInfo, *messages: Any, **fields: Any) -> Conversation:
     return completion_requests.parse(orjson.dumps({"messages": messages, **fields}), family, ("tiny-vl",))[1]
 
 
-def refused(family: Family, **fields: Any) -> EpddError:
+def refused(family: ModelInfo, **fields: Any) -> EpddError:
     with pytest.raises(BadRequest) as caught:
         parse(family, **fields)
     assert caught.value.status == 400
     return caught.value
 
 
-def test_defaults_are_the_apis_own_where_the_checkpoint_says_nothing(family: Family) -> None:
+def test_defaults_are_the_apis_own_where_the_checkpoint_says_nothing(family: ModelInfo) -> None:
     assert parse(family) == Chat(model="tiny-vl", sampling=Sampling(max_tokens=0))
     sampling = parse(family).sampling
     assert (sampling.temperature, sampling.top_p, sampling.logprobs, sampling.seed) == (1.0, 1.0, -1, None)
 
 
-def test_the_checkpoints_defaults_fill_what_is_left_out(family: Family) -> None:
+def test_the_checkpoints_defaults_fill_what_is_left_out(family: ModelInfo) -> None:
     own = replace(family, defaults=Defaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05))
     sampling = parse(own).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.7, 0.8, 20, 1.05)
@@ -54,7 +54,7 @@ def test_the_checkpoints_defaults_fill_what_is_left_out(family: Family) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0, 1, 0, 1)
 
 
-def test_all_fields_arrive(family: Family) -> None:
+def test_all_fields_arrive(family: ModelInfo) -> None:
     chat = parse(
         family, model="tiny-vl", max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2,
         presence_penalty=-1, frequency_penalty=2, seed=-3, stop=["a", "b"], stop_token_ids=[4, 5],
@@ -73,12 +73,12 @@ def test_all_fields_arrive(family: Family) -> None:
         skip_special_tokens=False)
 
 
-def test_null_means_absent(family: Family) -> None:
+def test_null_means_absent(family: ModelInfo) -> None:
     names = [name for name in ChatBody.__struct_fields__ if name != "messages"]
     assert parse(family, **dict.fromkeys(names)) == parse(family)
 
 
-def test_fields_without_effect_are_named_and_ignored(family: Family) -> None:
+def test_fields_without_effect_are_named_and_ignored(family: ModelInfo) -> None:
     chat = parse(family, zeta=1, alpha={"a": [1]}, user="me", echo=False)
     assert chat == replace(parse(family), ignored=("alpha", "echo", "user", "zeta"))
 
@@ -179,19 +179,19 @@ def test_fields_without_effect_are_named_and_ignored(family: Family) -> None:
      "messages[0].tool_calls[0]"),
     ({"messages": [{"role": "user", "content": "hi", "name": 5}]}, "messages[0].name"),
 ])
-def test_refusals_name_the_field(family: Family, fields: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_field(family: ModelInfo, fields: dict[str, Any], param: str) -> None:
     error = refused(family, **fields)
     assert error.param == param
     assert param.partition("[")[0].partition(".")[0] in error.message
     assert len(error.message) < 300
 
 
-def test_a_refusal_says_what_was_sent(family: Family) -> None:
+def test_a_refusal_says_what_was_sent(family: ModelInfo) -> None:
     assert refused(family, max_tokens=-1).message == "max_tokens is -1; it must be at least 1"
     assert refused(family, temperature=3).message == "temperature is 3; it must be from 0 to 2"
 
 
-def test_token_limits(family: Family) -> None:
+def test_token_limits(family: ModelInfo) -> None:
     assert parse(family, max_tokens=3, max_completion_tokens=9).sampling.max_tokens == 9
     assert parse(family, max_completion_tokens=9).sampling.max_tokens == 9
     assert parse(family, max_tokens=3, max_completion_tokens=None).sampling.max_tokens == 3
@@ -199,27 +199,27 @@ def test_token_limits(family: Family) -> None:
     assert parse(family, max_tokens=10 ** 18).sampling.max_tokens == completion_requests.TOKENS_MAX
 
 
-def test_another_spelling_of_all_tokens(family: Family) -> None:
+def test_another_spelling_of_all_tokens(family: ModelInfo) -> None:
     assert parse(family, top_k=-1).sampling.top_k == parse(family, top_k=0).sampling.top_k == 0
 
 
-def test_seed_minus_one_is_none(family: Family) -> None:
+def test_seed_minus_one_is_none(family: ModelInfo) -> None:
     assert (parse(family, seed=-1).sampling.seed, parse(family, seed=-2).sampling.seed) == (None, -2)
 
 
-def test_logprobs_without_top(family: Family) -> None:
+def test_logprobs_without_top(family: ModelInfo) -> None:
     assert parse(family, logprobs=True).sampling.logprobs == 0
     assert parse(family, logprobs=False, top_logprobs=0).sampling.logprobs == -1
 
 
-def test_another_model_is_404(family: Family) -> None:
+def test_another_model_is_404(family: ModelInfo) -> None:
     with pytest.raises(NotFound) as caught:
         parse(family, model="gpt-4" + "x" * 5000)
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
     assert len(caught.value.message) < 200
 
 
-def test_pixel_options_stay_inside_the_checkpoint(family: Family) -> None:
+def test_pixel_options_stay_inside_the_checkpoint(family: ModelInfo) -> None:
     def pixels(**options: int) -> tuple[int, int]:
         chat = parse(family, mm_processor_kwargs=options)
         return chat.min_pixels, chat.max_pixels
@@ -235,20 +235,20 @@ def test_pixel_options_stay_inside_the_checkpoint(family: Family) -> None:
     b"", b"{", b"nonsense", b"[]", b"5", b"null", b'"text"', b"\xff\xfe", b'{"temperature": NaN}',
     b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
 ])
-def test_bodies_that_are_no_request(family: Family, body: bytes) -> None:
+def test_bodies_that_are_no_request(family: ModelInfo, body: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         completion_requests.parse(body, family, ("tiny-vl",))
     assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize("element", [b"[],", b"{},", b"1,"])
-def test_a_body_of_nothing_but_elements(family: Family, element: bytes) -> None:
+def test_a_body_of_nothing_but_elements(family: ModelInfo, element: bytes) -> None:
     body = b'{"messages": [{"role": "user", "content": "x"}], "x": [' + element * 2_000_000 + b"1]}"
     with pytest.raises(BadRequest, match="elements"):
         completion_requests.parse(body, family, ("tiny-vl",))
 
 
-def test_contents_of_every_kind(family: Family) -> None:
+def test_contents_of_every_kind(family: ModelInfo) -> None:
     assert talk(family, {"role": "user", "content": ""}).messages == [Message("user", "")]
     assert talk(family, {"role": "user", "content": []}).messages == [Message("user", [])]
     assert talk(family, {"role": "assistant", "content": None}).messages == [Message("assistant", "")]
@@ -261,11 +261,11 @@ def test_contents_of_every_kind(family: Family) -> None:
     assert [image.param for image in said.images] == [f"messages[1].content[{index}]" for index in (1, 2, 3)]
 
 
-def test_developer_is_system(family: Family) -> None:
+def test_developer_is_system(family: ModelInfo) -> None:
     assert talk(family, {"role": "developer", "content": "be brief"}).messages == [Message("system", "be brief")]
 
 
-def test_what_sdks_echo_is_accepted(family: Family) -> None:
+def test_what_sdks_echo_is_accepted(family: ModelInfo) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{\"at\": [1, 2]}"}, "index": 0}
     said = talk(
         family, USER,
@@ -277,19 +277,19 @@ def test_what_sdks_echo_is_accepted(family: Family) -> None:
     assert said.messages[2] == Message("tool", "a cat", {"tool_call_id": "c1"})
 
 
-def test_reasoning_has_one_name(family: Family) -> None:
+def test_reasoning_has_one_name(family: ModelInfo) -> None:
     for name in ("reasoning", "reasoning_content"):
         said = talk(family, {"role": "assistant", "content": "so", name: "because"})
         assert said.messages[0].fields == {"reasoning_content": "because"}
 
 
-def test_tool_arguments_that_are_no_json_stay_text(family: Family) -> None:
+def test_tool_arguments_that_are_no_json_stay_text(family: ModelInfo) -> None:
     call = {"function": {"name": "look", "arguments": "{broken"}}
     said = talk(family, {"role": "assistant", "content": "", "tool_calls": [call]})
     assert said.messages[0].fields["tool_calls"][0]["function"]["arguments"] == "{broken"
 
 
-def test_what_the_answer_must_look_like_reaches_template_and_sampling(family: Family) -> None:
+def test_what_the_answer_must_look_like_reaches_template_and_sampling(family: ModelInfo) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     assert talk(family, USER, tools=[tool]).tools == [tool]
     assert talk(family, USER, tools=[tool], tool_choice="none").tools == []
@@ -305,7 +305,7 @@ VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allo
 
 @given(st.dictionaries(st.sampled_from(sorted(ChatBody.__struct_fields__)), VALUES, max_size=6))
 def test_any_json_is_taken_or_refused_cleanly(fields: dict[str, Any]) -> None:
-    family = Family("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
+    family = ModelInfo("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
     try:
         body = json.dumps({"messages": [USER], **fields}).encode()
         chat, conversation = completion_requests.parse(body, family, ("tiny-vl",))

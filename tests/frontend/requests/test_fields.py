@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from epdd.errors import BadRequest
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.requests import completion_requests, fields
 from epdd.frontend.requests.field_table import HARMLESS, REFUSED, TAKEN
 from epdd.frontend.requests.schema import ChatBody, CompletionBody
@@ -18,7 +18,7 @@ CHAT, TEXT = frozenset(ChatBody.__struct_fields__), frozenset(CompletionBody.__s
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "fields.md"
 
 
-def chat(family: Family, strict: bool = False, **sent: Any) -> completion_requests.Chat:
+def chat(family: ModelInfo, strict: bool = False, **sent: Any) -> completion_requests.Chat:
     body = {"messages": [{"role": "user", "content": "hi"}], **sent}
     return completion_requests.parse(orjson.dumps(body), family, ("m",), strict)[0]
 
@@ -36,7 +36,7 @@ def test_the_page_is_current() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - CHAT))
-def test_each_refused_field_says_the_way(family: Family, name: str) -> None:
+def test_each_refused_field_says_the_way(family: ModelInfo, name: str) -> None:
     row, plain = REFUSED[name], chat(family)
     for value in (7.5, "other", ["x"], {"x": 1}):
         for strict in (False, True):
@@ -49,7 +49,7 @@ def test_each_refused_field_says_the_way(family: Family, name: str) -> None:
         assert asked.ignored == (name,) and asked.sampling == plain.sampling and asked.structure == plain.structure
 
 
-def test_values_that_only_look_the_same(family: Family) -> None:
+def test_values_that_only_look_the_same(family: ModelInfo) -> None:
     for sent in ({"mirostat": True}, {"best_of": True}, {"echo": 0}, {"n_predict": 0}, {"do_sample": False},
                  {"separate_reasoning": False}, {"repeat_penalty": 1.1}, {"truncation_side": "right"},
                  {"prompt_logprobs": -1}, {"prompt_logprobs": 0}, {"dry_multiplier": 1}, {"n_probs": 1}):
@@ -59,12 +59,12 @@ def test_values_that_only_look_the_same(family: Family) -> None:
         "best_of", "mirostat", "repeat_penalty", "typical_p")
 
 
-def test_harmless_fields_of_any_value_are_taken_by_a_strict_server_too(family: Family) -> None:
+def test_harmless_fields_of_any_value_are_taken_by_a_strict_server_too(family: ModelInfo) -> None:
     sent: dict[str, Any] = {name: value for name, value in zip(sorted(HARMLESS), [{"a": 1}, [1], "x", 0, True] * 20)}
     assert chat(family, strict=True, **sent).ignored == tuple(sorted(HARMLESS))
 
 
-def test_the_other_endpoints_fields(family: Family) -> None:
+def test_the_other_endpoints_fields(family: ModelInfo) -> None:
     with pytest.raises(BadRequest, match="prompt is not supported: use messages"):
         chat(family, prompt="x")
     with pytest.raises(BadRequest, match="tools is not supported: use /v1/chat/completions"):

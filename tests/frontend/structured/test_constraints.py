@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from epdd import grammar
 from epdd.errors import BadRequest
-from epdd.families import Family
+from epdd.families import ModelInfo
 from epdd.frontend.requests import completion_requests
 from epdd.frontend.structured import constraints, structured_output
 from epdd.frontend.structured.tool_schema import REGEX_CHARS_MAX
@@ -69,7 +69,7 @@ def test_every_spelling(kind: str, sent: dict[str, Any]) -> None:
     assert fits(sent, right) and not fits(sent, wrong)
 
 
-def test_both_endpoints_take_them(family: Family) -> None:
+def test_both_endpoints_take_them(family: ModelInfo) -> None:
     for sent in (all[0] for all in SPELLINGS.values()):
         chat = completion_requests.parse(orjson.dumps({"messages": [{"role": "user", "content": "a"}], **sent}), family,
                                          ("m",))[0]

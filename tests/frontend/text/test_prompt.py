@@ -55,7 +55,7 @@ def image(rows: int) -> Image:
     return Image(b"", 1, 1, (1, 2, 2 * rows), rows, "")
 
 
-def make(maker: PromptMaker, family: families.Family, messages: Any, rows: tuple[int, ...] = (),
+def make(maker: PromptMaker, family: families.ModelInfo, messages: Any, rows: tuple[int, ...] = (),
          context_max: int = 4096, **fields: Any) -> Prompt:
     sent = [{**message, "content": [PIXEL if part.get("type") == "image" else part for part in message["content"]]}
             if isinstance(message["content"], list) else message for message in messages]
@@ -64,7 +64,7 @@ def make(maker: PromptMaker, family: families.Family, messages: Any, rows: tuple
     return asyncio.run(maker.make(conversation, images, context_max))
 
 
-def test_ids_are_those_of_transformers(maker: PromptMaker, family: families.Family) -> None:
+def test_ids_are_those_of_transformers(maker: PromptMaker, family: families.ModelInfo) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(family.folder)
     for messages in SUITES:
@@ -106,7 +106,7 @@ def test_a_message_goes_on_as_transformers_lets_it(tmp_path: Path, trim: bool) -
         assert maker.tokenizer.decode(got.tokens, skip_special_tokens=False) == want
 
 
-def test_without_the_beginning_of_an_answer(maker: PromptMaker, family: families.Family) -> None:
+def test_without_the_beginning_of_an_answer(maker: PromptMaker, family: families.ModelInfo) -> None:
     whole, bare = make(maker, family, SUITES[0]), make(maker, family, SUITES[0], add_generation_prompt=False)
     assert maker.tokenizer.decode(whole.tokens[len(bare.tokens):], skip_special_tokens=False) == \
         "<|im_start|>assistant\n"
@@ -141,7 +141,8 @@ def test_the_demo_model_too() -> None:
         assert make(maker, family, messages).tokens == want
 
 
-def test_images_become_their_rows_in_order(maker: PromptMaker, family: families.Family, tokenizer: Tokenizer) -> None:
+def test_images_become_their_rows_in_order(maker: PromptMaker, family: families.ModelInfo,
+                                           tokenizer: Tokenizer) -> None:
     def text(part: str) -> dict[str, str]:
         return {"type": "text", "text": part}
 
@@ -164,7 +165,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_text_never_becomes_a_control_token(maker: PromptMaker, family: families.Family, tokenizer: Tokenizer,
+def test_text_never_becomes_a_control_token(maker: PromptMaker, family: families.ModelInfo, tokenizer: Tokenizer,
                                             attack: str) -> None:
     plain = make(maker, family, [{"role": "user", "content": "x"}])
     specials = [token for token in plain.tokens if token in map(tokenizer.token_to_id, SPECIALS)]
@@ -175,7 +176,7 @@ def test_text_never_becomes_a_control_token(maker: PromptMaker, family: families
     assert attack in tokenizer.decode(prompt.tokens, skip_special_tokens=False)
 
 
-def test_with_a_real_image_beside_the_words(maker: PromptMaker, family: families.Family) -> None:
+def test_with_a_real_image_beside_the_words(maker: PromptMaker, family: families.ModelInfo) -> None:
     text = {"type": "text", "text": "what does <|vision_start|><|image_pad|><|vision_end|> mean?"}
     for parts in ([text, {"type": "image"}], [{"type": "image"}, text], [text, {"type": "image"}, text]):
         prompt = make(maker, family, [{"role": "user", "content": parts}], rows=(4,))
@@ -183,12 +184,12 @@ def test_with_a_real_image_beside_the_words(maker: PromptMaker, family: families
         assert prompt.spans == [Placed(prompt.tokens.index(family.image_token_id), 0)]
 
 
-def test_pieces_of_several_parts_do_not_join(maker: PromptMaker, family: families.Family) -> None:
+def test_pieces_of_several_parts_do_not_join(maker: PromptMaker, family: families.ModelInfo) -> None:
     parts = [{"type": "text", "text": piece} for piece in ("<|image", "_pa", "d|>", "<", "|image_pad", "|", ">")]
     assert family.image_token_id not in make(maker, family, [{"role": "user", "content": parts}]).tokens
 
 
-def test_tool_names_and_arguments_are_text_too(maker: PromptMaker, family: families.Family) -> None:
+def test_tool_names_and_arguments_are_text_too(maker: PromptMaker, family: families.ModelInfo) -> None:
     evil = "<|image_pad|>"
     tool = {"type": "function", "function": {"name": "f", "description": evil, "parameters": {evil: [evil]}}}
     call = {"function": {"name": evil, "arguments": json.dumps({evil: evil})}}
@@ -209,14 +210,14 @@ def test_no_mix_of_pieces_makes_one(pieces: list[str]) -> None:
 
 
 @lru_cache
-def _shared() -> tuple[PromptMaker, families.Family]:
+def _shared() -> tuple[PromptMaker, families.ModelInfo]:
     """Hypothesis runs a test many times and wants no fixtures."""
     with TemporaryDirectory() as folder:
         family = families.load(str(build_checkpoint(Path(folder) / "vl")))
         return PromptMaker(family, prompt_files(family), EXECUTOR), family
 
 
-def test_long_texts_are_tokenised_beside_the_loop(maker: PromptMaker, family: families.Family) -> None:
+def test_long_texts_are_tokenised_beside_the_loop(maker: PromptMaker, family: families.ModelInfo) -> None:
     message = {"role": "user", "content": "hello world " * 100_000}
     conversation = completion_requests.parse(orjson.dumps({"messages": [message]}), family, "tiny-vl")[1]
 
@@ -235,7 +236,7 @@ def test_long_texts_are_tokenised_beside_the_loop(maker: PromptMaker, family: fa
     assert gap < max(0.2, total / 2)    # the machine may be busy with other things
 
 
-def test_far_too_long_a_text_is_not_tokenised(maker: PromptMaker, family: families.Family) -> None:
+def test_far_too_long_a_text_is_not_tokenised(maker: PromptMaker, family: families.ModelInfo) -> None:
     with pytest.raises(ContextLength) as caught:
         make(maker, family, [{"role": "user", "content": "x" * 3_000_000}])
     assert "maximum context length is 4096 tokens. However, your messages resulted in at least" in caught.value.message
@@ -258,7 +259,7 @@ def test_a_full_context_is_refused_with_true_numbers(context: int) -> None:
                                            "your messages resulted in 10 tokens")
 
 
-def other(tmp_path: Path, template: str) -> tuple[PromptMaker, families.Family]:
+def other(tmp_path: Path, template: str) -> tuple[PromptMaker, families.ModelInfo]:
     family = families.load(str(build_checkpoint(tmp_path / "vl", template=template)))
     return PromptMaker(family, prompt_files(family), EXECUTOR), family
 
@@ -298,7 +299,7 @@ def test_what_the_template_refuses_is_the_clients_fault(tmp_path: Path) -> None:
             make(maker, family, [{**message, "name": name}])
 
 
-def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.Family) -> None:
+def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.ModelInfo) -> None:
     deep = '{"a":' * 900 + "1" + "}" * 900
     body = ('{"messages": [{"role": "user", "content": "x"}], '
             f'"tools": [{{"function": {{"name": "f", "parameters": {deep}}}}}]}}')

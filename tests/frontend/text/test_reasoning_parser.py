@@ -198,7 +198,7 @@ async def test_text_completions_stay_as_they_are(house: House) -> None:
         assert (await answer.json())["choices"][0]["text"] == SAID
 
 
-def test_a_model_that_opens_its_thinking_itself(family: families.Family) -> None:
+def test_a_model_that_opens_its_thinking_itself(family: families.ModelInfo) -> None:
     """The template says nothing of it at the prompt's end; `model.reasoning` off leaves all as it comes."""
     async def go(reasoning: str) -> Any:
         async with serve(replace(family), with_settings(model={"reasoning": reasoning})) as house:

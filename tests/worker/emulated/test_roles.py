@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from epdd import arena, families, wire
-from epdd.emulated_time import Clock, EncoderGroup, Formula, Model, Pace, PrefillDecodeGroup, Slow
+from epdd.emulated_time import Clock, EncoderGroup, Formula, EmulatedModel, Pace, PrefillDecodeGroup, Slow
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.families import DEMO
 from epdd.worker.emulated import paced, pattern
-from epdd.worker.emulated.encoder import Encoder
-from epdd.worker.emulated.engine import Engine
+from epdd.worker.emulated.encoder import EmulatedEncoder
+from epdd.worker.emulated.engine import EmulatedEngine
 from tests.worker.language import pd
 
-MODEL = Model(hidden=8, planes=2, dtype="bfloat16", patch=8, merge=2, min_pixels=256, max_pixels=65536)
+MODEL = EmulatedModel(hidden=8, planes=2, dtype="bfloat16", patch=8, merge=2, min_pixels=256, max_pixels=65536)
 FAMILY = families.load(str(DEMO))
 EOS = FAMILY.eos_ids[0]
 TEXT = (11, 12, 13)
@@ -35,7 +35,7 @@ class World:
         role = "encoder" if isinstance(group, EncoderGroup) else "pd"
         pace = Pace(answers="rows", scale=scale, seed=0, group=group, model=MODEL, text=TEXT)
         spec = pd.spec(str(DEMO), role, pace=pace, context_max=2048, **options)
-        self.role: Any = (Encoder if role == "encoder" else Engine)(
+        self.role: Any = (EmulatedEncoder if role == "encoder" else EmulatedEngine)(
             spec, self.mapping, lambda message: self.said.append((self.now, message)), self.wait,
             Clock(scale, lambda: self.now))
         self.ready: wire.Ready = self.role.warm_up(lambda done: None)
@@ -93,7 +93,7 @@ def test_images_go_out_one_after_another_without_drift(monkeypatch: pytest.Monke
     assert {round(message.seconds, 9) for message in answers} == {0.6}
     for i, moment in enumerate(world.when(wire.Encoded)):
         assert 0 <= moment - 0.6 * (i + 1) <= 0.007
-    assert world.role.beat() == wire.Beat(steps=50)
+    assert world.role.beat() == wire.Heartbeat(steps=50)
 
 
 def test_an_image_begins_when_it_comes_and_waiting_is_not_encoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_images_are_read_from_an_encoders_memory_until_that_is_lost(checkpoint: 
     embedding, grid = pd.embed(folder, prompt.images[0])
     address = owner.allocate(1 << 20)
     ctypes.memmove(address + 4096, embedding.data_ptr(), embedding.nbytes)
-    ours.engine.submit(wire.OpenArena(1, wire.Pool(owner.export(address).hex(), 1 << 20)), b"")
+    ours.engine.submit(wire.OpenArena(1, wire.GpuPool(owner.export(address).hex(), 1 << 20)), b"")
     assert ours.sent == [wire.Opened(1)]
     lease = wire.Lease(4096, embedding.nbytes, arena=1)
     span = wire.Span(prompt.starts[0], embedding.shape[1], grid, lease, "float32", "")

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from epdd.worker.gpu import flash
 from epdd.worker.language import attention, kv_cache
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.scheduler import BLOCK_SIZE
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_a_plan_says_to_the_kernel_what_attention_by_sequence_computes(
     """Extents of (rows, tokens before) in any order in the pool, decode rows first or not."""
     query_heads, kv_heads = heads
     config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=kv_heads, head_dim=8)
-    target = kv_cache.Pool(config, 24 * KV_UNIT, torch.float32, CPU)
+    target = kv_cache.KVPool(config, 24 * BLOCK_SIZE, torch.float32, CPU)
     names = list(range(len(sequences)))
     order.shuffle(names)                            # type: ignore[attr-defined]
     for name in names:
@@ -60,7 +60,7 @@ def test_decode_rows_go_apart_from_chunks() -> None:
 def wrong_where_rows_are_many(*args: object) -> torch.Tensor:
     out = flash.by_sequence(*args)      # type: ignore[arg-type]
     part = args[3]
-    assert isinstance(part, flash.Part)
+    assert isinstance(part, flash.FlashCall)
     if part.chunk_max == 1:
         return out
     return torch.cat((out[:-1], torch.full_like(out[-1:], float("nan"))))

@@ -18,7 +18,7 @@ class Model:
         self.calls: list[int] = []
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor,
-                 plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
+                 plan: flash.FlashPlan) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(len(ids))
         part, = plan.parts
         assert part.chunk_max == 1 and part.length_max == 640
@@ -52,7 +52,7 @@ def test_rows_left_over_write_where_the_first_row_does() -> None:
     seen: list[torch.Tensor] = []
 
     def compute(ids: torch.Tensor, positions: torch.Tensor,
-                plan: flash.Plan) -> tuple[torch.Tensor, torch.Tensor]:
+                plan: flash.FlashPlan) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(torch.stack((ids, *positions, plan.slots, plan.parts[0].lengths, plan.parts[0].offsets[:-1])))
         return ids.expand(2, -1).float(), ids[:, None].float()
 

@@ -75,8 +75,8 @@ def test_an_own_pool_cannot_be_opened_nor_a_bad_handle(host):
     encoder, pd = pair(host)
     pool = encoder.create_pool(4096)
     assert "201" in encoder.handle(wire.OpenArena(5, pool)).error
-    assert "non-hexadecimal" in pd.handle(wire.OpenArena(5, wire.Pool("not hex", 8))).error
-    assert "invalid" in pd.handle(wire.OpenArena(5, wire.Pool("00" * 10, 8))).error
+    assert "non-hexadecimal" in pd.handle(wire.OpenArena(5, wire.GpuPool("not hex", 8))).error
+    assert "invalid" in pd.handle(wire.OpenArena(5, wire.GpuPool("00" * 10, 8))).error
     with pytest.raises(WorkerFailed, match="arena 5 is not open"):
         pd.check(wire.Lease(0, 8, 5))
 
@@ -111,7 +111,7 @@ def test_what_a_dead_owner_leaves_is_noise(host):
         os.write(write, owner.create_pool(4096).handle.encode())
         os.read(stay, 1)
         os._exit(0)
-    assert pd.handle(wire.OpenArena(1, wire.Pool(os.read(read, 200).decode(), 4096))) == wire.Opened(1)
+    assert pd.handle(wire.OpenArena(1, wire.GpuPool(os.read(read, 200).decode(), 4096))) == wire.Opened(1)
     os.write(leave, b".")
     os.waitpid(child, 0)
     fetched = pd.fetch(wire.Lease(0, 4096, 1), SHAPE, torch.uint8, 0, 6)

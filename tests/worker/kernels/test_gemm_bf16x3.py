@@ -52,13 +52,13 @@ def test_products_are_float32s(threads: int, rows: int, inputs: int, outputs: in
         plain = linear(inputs, outputs, bias)
         given_rows = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
         wanted = given_rows.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0.0)
-        found = gemm_bf16x3.Linear(plain, activation)(given_rows)
+        found = gemm_bf16x3.ManyRowsLinear(plain, activation)(given_rows)
         for row, (one, other) in enumerate(zip(found, DONE[activation](wanted))):
             assert error(one, other) < NEAR or other.norm() < 1e-30, row
 
 
 def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
-    swapped = gemm_bf16x3.Linear(linear(1300, 144))
+    swapped = gemm_bf16x3.ManyRowsLinear(linear(1300, 144))
     rows = torch.randn(1600, 1300)
     whole = swapped(rows)
     assert torch.equal(swapped(rows[:37]), whole[:37]) and torch.equal(swapped(rows[999:1099]), whole[999:1099])
@@ -68,7 +68,7 @@ def test_a_row_has_the_same_bits_in_any_company(threads: int) -> None:
 
 def test_rows_may_lie_in_any_shape() -> None:
     plain = linear(48, 80)
-    swapped = gemm_bf16x3.Linear(plain)
+    swapped = gemm_bf16x3.ManyRowsLinear(plain)
     torch.testing.assert_close(swapped(torch.ones(2, 3, 48)), plain(torch.ones(2, 3, 48)))
     turned = torch.randn(48, 7).T
     torch.testing.assert_close(swapped(turned), plain(turned))
@@ -80,14 +80,14 @@ def test_sums_of_equal_terms_do_not_drift() -> None:
     plain = linear(1024, 32, bias=False)
     number = 1 + 2 ** -7 - 2 ** -23         # whose parts, cut off, would all be below it
     plain.weight.fill_(number)
-    found = gemm_bf16x3.Linear(plain)(torch.full((40, 1024), number))
+    found = gemm_bf16x3.ManyRowsLinear(plain)(torch.full((40, 1024), number))
     assert error(found, torch.full((40, 32), 1024 * number ** 2, dtype=torch.float64)) < 3.5e-7
 
 
 def test_what_is_not_float32_is_refused() -> None:
     with pytest.raises(RuntimeError):
-        gemm_bf16x3.Linear(linear(64, 64).to(torch.bfloat16))
-    swapped = gemm_bf16x3.Linear(linear(64, 64))
+        gemm_bf16x3.ManyRowsLinear(linear(64, 64).to(torch.bfloat16))
+    swapped = gemm_bf16x3.ManyRowsLinear(linear(64, 64))
     for rows in (torch.randn(5, 100), torch.randn(5, 64).to(torch.bfloat16)):
         with pytest.raises(RuntimeError):
             swapped(rows)
@@ -96,7 +96,7 @@ def test_what_is_not_float32_is_refused() -> None:
 
 
 def test_what_is_no_number_stays_with_its_row() -> None:
-    swapped = gemm_bf16x3.Linear(linear(64, 64))
+    swapped = gemm_bf16x3.ManyRowsLinear(linear(64, 64))
     rows = torch.randn(40, 64)
     sound = swapped(rows)
     rows[7, 3] = math.nan

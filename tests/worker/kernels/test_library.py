@@ -13,7 +13,7 @@ from torch import nn
 
 from epdd.worker.kernels import native
 from epdd.worker.language import attention, cpu_layer, kv_cache
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.scheduler import BLOCK_SIZE
 from epdd.worker.weights import load
 from tests.models import checkpoints
 from tests.worker.language import pd
@@ -57,13 +57,13 @@ def test_products_are_torchs(instructions: str, dtype: torch.dtype, rows: int) -
         assert native.takes(plain)
         x = torch.randn(rows, inputs).to(dtype)
         wanted = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0.0)
-        torch.testing.assert_close(native.Linear(plain)(x).double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(native.FewRowsLinear(plain)(x).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @built
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_company(instructions: str, threads: int, dtype: torch.dtype) -> None:
-    swapped = native.Linear(linear(272, 1008, True, dtype))
+    swapped = native.FewRowsLinear(linear(272, 1008, True, dtype))
     x = torch.randn(64, 272, generator=torch.Generator().manual_seed(1)).to(dtype)
     torch.set_num_threads(1)
     alone = torch.cat([swapped(row[None]) for row in x])
@@ -79,7 +79,8 @@ def test_what_the_kernels_cannot_take_is_left_to_torch() -> None:
     assert native.rows([0] * 65, [0] * 65, [1] * 65) is None
     plain = linear(64, 64, True, torch.float32)
     many, deep = torch.randn(65, 64), torch.randn(1, 3, 64)
-    assert torch.equal(native.Linear(plain)(many), plain(many)) and torch.equal(native.Linear(plain)(deep), plain(deep))
+    assert torch.equal(native.FewRowsLinear(plain)(many), plain(many))
+    assert torch.equal(native.FewRowsLinear(plain)(deep), plain(deep))
 
 
 class Two:
@@ -88,7 +89,7 @@ class Two:
     def __init__(self, folder: str, dtype: str, kv_dtype: torch.dtype) -> None:
         text = load.load_language(folder, dtype, "cpu", attention.NAME).get_decoder()
         self.rotary, self.original = text.rotary_emb, text.layers[1]
-        self.pools = [kv_cache.Pool(text.config, 4096, kv_dtype, CPU) for _ in range(2)]
+        self.pools = [kv_cache.KVPool(text.config, 4096, kv_dtype, CPU) for _ in range(2)]
         self.layer = cpu_layer.Layer(self.original, *self.pools[0].layer(1))
         self.hidden = text.config.hidden_size
         self.dtype = getattr(torch, dtype)
@@ -164,7 +165,7 @@ def language(folder: str) -> Any:
 def test_a_model_is_exchanged_only_where_its_layers_come_out_right(
         checkpoint: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
     model = language(checkpoint("qwen3_vl"))
-    pool = kv_cache.Pool(model.get_decoder().config, 1024, torch.float32, CPU)
+    pool = kv_cache.KVPool(model.get_decoder().config, 1024, torch.float32, CPU)
     first = model.get_decoder().layers[0]
     first.mlp.act_fn = nn.GELU()        # not what the kernels compute
     assert not cpu_layer.install(model, pool) and "not used" in caplog.text
@@ -175,7 +176,7 @@ def test_a_model_is_exchanged_only_where_its_layers_come_out_right(
     assert model.get_decoder().layers[0] is first
     assert cpu_layer.install(model, pool)
     assert all(isinstance(one, cpu_layer.Layer) for one in model.get_decoder().layers)
-    assert isinstance(model.get_output_embeddings(), native.Linear)
+    assert isinstance(model.get_output_embeddings(), native.FewRowsLinear)
 
 
 @built
@@ -237,7 +238,7 @@ def test_keys_and_values_in_half_the_memory(checkpoint: Callable[..., str], monk
         found[kv_dtype] = SimpleNamespace(
             tokens=bench.engine._scheduler.capacity, dtype=bench.engine._pool.layer(0)[0].dtype,
             logprobs=[m.logprobs[0].logprob for m in bench.of("x") if isinstance(m, pd.wire.Tokens)])
-    assert found["bfloat16"].tokens // KV_UNIT == 2 * found["auto"].tokens // KV_UNIT
+    assert found["bfloat16"].tokens // BLOCK_SIZE == 2 * found["auto"].tokens // BLOCK_SIZE
     assert (found["auto"].dtype, found["bfloat16"].dtype) == (torch.float32, torch.bfloat16)
     assert found["bfloat16"].logprobs[0] == pytest.approx(found["auto"].logprobs[0], abs=0.1)
     assert found["bfloat16"].logprobs[0] != found["auto"].logprobs[0]

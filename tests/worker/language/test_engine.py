@@ -279,7 +279,7 @@ def test_ready_tells_capacity_and_warm_up_leaves_nothing(checkpoint: Callable[..
     bench = pd.Bench(folder, kv_tokens=1000)
     ready = bench.engine.warm_up(lambda done: None)
     assert (ready.kv_tokens, ready.context_max, ready.dtype) == (960, 960, "float32")
-    assert not bench.sent and bench.engine.beat() == wire.Beat(steps=0)
+    assert not bench.sent and bench.engine.beat() == wire.Heartbeat(steps=0)
     assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, context_max=100).engine.context_max == 100
     heads_bytes = 2 * 3 * 2 * 16 * 4
     by_bytes = pd.Bench(folder, kv_tokens=0, kv_bytes=heads_bytes * 640).engine.warm_up(lambda done: None)

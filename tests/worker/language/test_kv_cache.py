@@ -6,16 +6,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from epdd.worker.language import attention, kv_cache
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.scheduler import BLOCK_SIZE
 
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, head_dim=4)
 
 
-def pool(units: int) -> kv_cache.Pool:
-    return kv_cache.Pool(CONFIG, units * KV_UNIT, torch.float32, torch.device("cpu"))
+def pool(units: int) -> kv_cache.KVPool:
+    return kv_cache.KVPool(CONFIG, units * BLOCK_SIZE, torch.float32, torch.device("cpu"))
 
 
-def write(target: kv_cache.Pool, owner: str, start: int, rows: torch.Tensor) -> None:
+def write(target: kv_cache.KVPool, owner: str, start: int, rows: torch.Tensor) -> None:
     """Store [T, 4] as keys (and negated as values) of both heads and layers."""
     plan = attention.plan([(len(rows), target.offset(owner), start)], torch.device("cpu"))
     heads = rows[None, None].expand(1, 2, -1, -1)
@@ -23,7 +23,7 @@ def write(target: kv_cache.Pool, owner: str, start: int, rows: torch.Tensor) -> 
         target.at(plan.slots).update(heads * (layer + 1), -heads * (layer + 1), layer)
 
 
-def read(target: kv_cache.Pool, owner: str, length: int) -> torch.Tensor:
+def read(target: kv_cache.KVPool, owner: str, length: int) -> torch.Tensor:
     none = torch.zeros(1, 2, 0, 4)
     keys, values = target.at(torch.zeros(0, dtype=torch.long)).update(none, none, 1)
     found = keys[:, target.offset(owner):target.offset(owner) + length] / 2
@@ -45,12 +45,12 @@ def test_content_survives_growing_moving_and_spreading(steps: list[tuple[int, in
     for number, more in steps:
         owner = str(number)
         held = content.get(owner, torch.zeros(0, 4))
-        if sum(len(rows) for rows in content.values()) + more * KV_UNIT > units * KV_UNIT:
+        if sum(len(rows) for rows in content.values()) + more * BLOCK_SIZE > units * BLOCK_SIZE:
             target.release(owner)
             content.pop(owner, None)
         else:
-            target.hold(owner, len(held) + more * KV_UNIT)
-            fresh = torch.randn(more * KV_UNIT, 4)
+            target.hold(owner, len(held) + more * BLOCK_SIZE)
+            fresh = torch.randn(more * BLOCK_SIZE, 4)
             write(target, owner, len(held), fresh)
             content[owner] = torch.cat([held, fresh])
         for name, rows in content.items():

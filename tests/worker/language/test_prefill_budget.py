@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epdd.worker.language.prefill_budget import LEAST, Beside
+from epdd.worker.language.prefill_budget import LEAST, PrefillBudget
 
 
-def settled(step_s: float, decode_s: float, token_s: float) -> Beside:
-    beside = Beside(step_s)
+def settled(step_s: float, decode_s: float, token_s: float) -> PrefillBudget:
+    beside = PrefillBudget(step_s)
     beside.took(0, 512, 512 * token_s)
     for _ in range(3):
         beside.took(4, 0, decode_s)
@@ -16,9 +16,9 @@ def settled(step_s: float, decode_s: float, token_s: float) -> Beside:
 
 
 def test_without_a_limit_or_a_measure_there_is_none() -> None:
-    assert Beside(0.1).tokens is None
+    assert PrefillBudget(0.1).tokens is None
     assert settled(0.0, 0.03, 0.002).tokens is None
-    beside = Beside(0.1)
+    beside = PrefillBudget(0.1)
     beside.took(4, 0, 0.03)
     assert beside.tokens is None
 

@@ -11,15 +11,15 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epdd.worker.language import attention, kv_cache
-from epdd.worker.language.prefix_cache import Block, Prefixes
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.prefix_cache import Block, PrefixCache
+from epdd.worker.language.scheduler import BLOCK_SIZE
 
 CONFIG = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=1, head_dim=1)
 CPU = torch.device("cpu")
 UNITS = 12
 IMAGE = 1 << 161        # larger than any token id
 # Runs of equal items, so that many sequences begin alike and part at any place, also inside a unit.
-CUTS = [1, 30, KV_UNIT, KV_UNIT, 100]
+CUTS = [1, 30, BLOCK_SIZE, BLOCK_SIZE, 100]
 RUNS = st.lists(st.tuples(st.sampled_from([1, 2, IMAGE]), st.sampled_from(CUTS)), min_size=1, max_size=4)
 
 
@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = kv_cache.Pool(CONFIG, UNITS * KV_UNIT, torch.float32, CPU)
+        self.pool = kv_cache.KVPool(CONFIG, UNITS * BLOCK_SIZE, torch.float32, CPU)
         self.alive: dict[str, list[int]] = {}           # items whose rows are written
         self.size: dict[str, int] = {}                  # units reserved
         self.shared: dict[str, int] = {}                # items of each that others may begin with
@@ -58,10 +58,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.free())
     @rule(runs=RUNS, extra=st.integers(0, 2))
     def begin(self, runs: list[tuple[int, int]], extra: int) -> None:
-        items = items_of(runs)[:self.free() * KV_UNIT]
-        size = min(-(-len(items) // KV_UNIT) + extra, self.free())
+        items = items_of(runs)[:self.free() * BLOCK_SIZE]
+        size = min(-(-len(items) // BLOCK_SIZE) + extra, self.free())
         owner, self.names = str(self.names), self.names + 1
-        found = self.pool.begin(owner, size * KV_UNIT, items)
+        found = self.pool.begin(owner, size * BLOCK_SIZE, items)
         assert found <= len(items)      # and these are right: no promise of how many, for memory may be short
         self.alive[owner], self.size[owner], self.shared[owner] = items[:found], size, 0
         self.check(owner)
@@ -74,10 +74,10 @@ class Machine(RuleBasedStateMachine):
     def grow(self, data: Any, runs: list[tuple[int, int]]) -> None:
         owner, more = data.draw(st.sampled_from(sorted(self.alive))), items_of(runs)
         items = self.alive[owner] + more
-        size = max(self.size[owner], -(-len(items) // KV_UNIT))
+        size = max(self.size[owner], -(-len(items) // BLOCK_SIZE))
         if size - self.size[owner] > self.free():
             return
-        self.pool.hold(owner, size * KV_UNIT)
+        self.pool.hold(owner, size * BLOCK_SIZE)
         start, self.alive[owner], self.size[owner] = len(self.alive[owner]), items, size
         self.write(owner, start)
 
@@ -132,21 +132,21 @@ class Machine(RuleBasedStateMachine):
                 assert child.parent is block and child.unit not in seen and known._at[child.unit] is child
                 assert 0 < known.used[child.unit] and (block is known._root or
                                                        known.used[child.unit] < known.used[block.unit])
-                assert len(child.items) == KV_UNIT or 0 < len(child.items) < KV_UNIT and not child.children
-                items, first = before + list(child.items), child.unit * KV_UNIT
+                assert len(child.items) == BLOCK_SIZE or 0 < len(child.items) < BLOCK_SIZE and not child.children
+                items, first = before + list(child.items), child.unit * BLOCK_SIZE
                 rows = self.pool._keys[0][0, first:first + len(child.items), 0]
                 assert torch.equal(rows, rows_of(items)[len(before):])
                 seen[child.unit] = child
                 todo.append((child, items))
         assert sorted(seen) == [unit for unit, block in enumerate(known._at) if block]
         assert sorted(seen) == known.used.nonzero()[0].tolist()
-        assert self.pool.cached == KV_UNIT * sum(not self.pool._taken[unit] for unit in seen)
+        assert self.pool.cached == BLOCK_SIZE * sum(not self.pool._taken[unit] for unit in seen)
 
     def teardown(self) -> None:
         for owner in list(self.alive):
             self.pool.release(owner)
         assert not self.pool._taken.any()
-        self.pool.begin("all", UNITS * KV_UNIT, [])     # what is kept gives way at once
+        self.pool.begin("all", UNITS * BLOCK_SIZE, [])     # what is kept gives way at once
         assert self.pool.cached == 0 and not self.pool._prefixes.used.any()
 
 
@@ -155,31 +155,31 @@ TestMachine = Machine.TestCase
 
 
 def test_the_longest_beginning_is_found_at_any_cut() -> None:
-    known = Prefixes(16)
+    known = PrefixCache(16)
     long = list(range(200))
     known.add(long, 4)
     assert known.find(long[:130]) == ([4, 5, 6], 130)
     for cut in (1, 63, 64, 65, 128, 199):
-        assert known.find(long[:cut] + [777] * 70) == ([4, 5, 6, 7][:-(-cut // KV_UNIT)], cut)
+        assert known.find(long[:cut] + [777] * 70) == ([4, 5, 6, 7][:-(-cut // BLOCK_SIZE)], cut)
     assert known.find([777]) == known.find([]) == ([], 0)
     known.add(long[:100] + [5] * 10, 8)     # its first unit is known already
     assert known.find(long[:100] + [5] * 10) == ([4, 9], 110) and known.used[8] == 0
 
 
 def test_the_longest_unwanted_goes_first_and_its_beginning_last() -> None:
-    pool = kv_cache.Pool(CONFIG, 6 * KV_UNIT, torch.float32, CPU)
+    pool = kv_cache.KVPool(CONFIG, 6 * BLOCK_SIZE, torch.float32, CPU)
     for name in (1, 2):
-        pool.begin(str(name), 3 * KV_UNIT, [])
-        pool.share(str(name), [name] * 3 * KV_UNIT)
+        pool.begin(str(name), 3 * BLOCK_SIZE, [])
+        pool.share(str(name), [name] * 3 * BLOCK_SIZE)
     for name in (1, 2):
         pool.release(str(name))
-    assert pool.cached == 6 * KV_UNIT
-    assert pool._prefixes.find([1] * 200)[1] == 3 * KV_UNIT      # wanted again: now the other is older
-    pool.begin("a", 2 * KV_UNIT, [9])
-    assert pool._prefixes.find([2] * 200)[1] == KV_UNIT
-    pool.begin("b", 2 * KV_UNIT, [9])
-    assert [pool._prefixes.find([name] * 200)[1] for name in (1, 2)] == [KV_UNIT, KV_UNIT]
-    assert pool.cached == 2 * KV_UNIT
+    assert pool.cached == 6 * BLOCK_SIZE
+    assert pool._prefixes.find([1] * 200)[1] == 3 * BLOCK_SIZE      # wanted again: now the other is older
+    pool.begin("a", 2 * BLOCK_SIZE, [9])
+    assert pool._prefixes.find([2] * 200)[1] == BLOCK_SIZE
+    pool.begin("b", 2 * BLOCK_SIZE, [9])
+    assert [pool._prefixes.find([name] * 200)[1] for name in (1, 2)] == [BLOCK_SIZE, BLOCK_SIZE]
+    assert pool.cached == 2 * BLOCK_SIZE
 
 
 class Hand:
@@ -187,24 +187,24 @@ class Hand:
 
     def __init__(self, units: int) -> None:
         self.machine = Machine()
-        self.machine.pool = kv_cache.Pool(CONFIG, units * KV_UNIT, torch.float32, CPU)
+        self.machine.pool = kv_cache.KVPool(CONFIG, units * BLOCK_SIZE, torch.float32, CPU)
 
     def begin(self, name: str, units: int, items: list[int]) -> int:
         """Write and share `items`; the first unit it was given."""
         machine = self.machine
-        found = machine.pool.begin(name, units * KV_UNIT, items)
+        found = machine.pool.begin(name, units * BLOCK_SIZE, items)
         machine.alive[name] = items
         if found < len(items):
             machine.write(name, found)
         machine.check(name)
         machine.pool.share(name, items)
-        return machine.pool.offset(name) // KV_UNIT
+        return machine.pool.offset(name) // BLOCK_SIZE
 
 
 def test_a_place_over_what_was_found() -> None:
     """The first block lies where the second one's copy goes, and the other way round."""
     hand = Hand(3)
-    first, second = [1] * KV_UNIT, [2] * KV_UNIT
+    first, second = [1] * BLOCK_SIZE, [2] * BLOCK_SIZE
     assert hand.begin("pad", 2, []) == 0 and hand.begin("a", 1, first) == 2
     hand.machine.pool.release("pad")
     assert hand.begin("b", 2, first + second) == 0
@@ -217,10 +217,10 @@ def test_a_place_over_what_was_found() -> None:
 def test_what_was_found_moves_up_with_its_owner() -> None:
     hand = Hand(5)
     for i in range(5):
-        assert hand.begin(str(i), 1, [i] * KV_UNIT) == i
+        assert hand.begin(str(i), 1, [i] * BLOCK_SIZE) == i
     for name in "024":
         hand.machine.pool.release(name)
-    assert hand.begin("c", 3, [1] * KV_UNIT + [7]) == 2
-    assert [hand.machine.pool.offset(name) // KV_UNIT for name in "13"] == [0, 1]
+    assert hand.begin("c", 3, [1] * BLOCK_SIZE + [7]) == 2
+    assert [hand.machine.pool.offset(name) // BLOCK_SIZE for name in "13"] == [0, 1]
     for name in "13":
         hand.machine.check(name)

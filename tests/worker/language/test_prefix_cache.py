@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from epdd import wire
-from epdd.worker.language.scheduler import KV_UNIT
+from epdd.worker.language.scheduler import BLOCK_SIZE
 from tests.models import checkpoints
 from tests.worker.language import pd
 from tests.worker.language.test_engine import assert_protocol, picture, reference
@@ -258,7 +258,7 @@ def test_switched_off_nothing_is_kept_or_shared(checkpoint: Callable[..., str]) 
 def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., str]) -> None:
     """Its new place can only lie over the old one."""
     folder = checkpoint("qwen3_vl")
-    bench = pd.Bench(folder, kv_tokens=5 * KV_UNIT)
+    bench = pd.Bench(folder, kv_tokens=5 * BLOCK_SIZE)
     prompt = pd.prompt(folder, [100, picture(1), 100])
     for name in "abc":
         bench.submit(name, prompt)
@@ -269,7 +269,7 @@ def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., st
 def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable[..., str]) -> None:
     """Preempted, forgotten, begun anew and cancelled on the way: its memory holds only a part of what it once had."""
     folder = checkpoint("qwen3_vl")
-    bench = pd.Bench(folder, headroom=1, kv_tokens=4 * KV_UNIT, token_budget=32)
+    bench = pd.Bench(folder, headroom=1, kv_tokens=4 * BLOCK_SIZE, token_budget=32)
     prompt = pd.prompt(folder, [120])
     bench.submit("older", pd.prompt(folder, [40], seed=1), max_tokens=120, ignore_eos=True)
     bench.engine.step()

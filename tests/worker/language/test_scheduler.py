@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from epdd.errors import ContextLength
-from epdd.worker.language.scheduler import KV_UNIT, Batch, Scheduler, Sequence
+from epdd.worker.language.scheduler import BLOCK_SIZE, Batch, Scheduler, Sequence
 
 
 def sequence(name: str, prompt: int, answer: int) -> Sequence:
@@ -68,7 +68,7 @@ def test_what_cannot_finish_alone_is_refused() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(4 * KV_UNIT, token_budget=512, batch_max=8, headroom=1)
+    scheduler: Scheduler[Sequence] = Scheduler(4 * BLOCK_SIZE, token_budget=512, batch_max=8, headroom=1)
     a, b, c = sequence("a", 100, 100), sequence("b", 60, 60), sequence("c", 10, 10)
     for s in (a, b, c):
         scheduler.add(s)
@@ -82,7 +82,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 
 def test_a_pinned_sequence_is_never_preempted() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(3 * KV_UNIT, token_budget=512, batch_max=8, headroom=1)
+    scheduler: Scheduler[Sequence] = Scheduler(3 * BLOCK_SIZE, token_budget=512, batch_max=8, headroom=1)
     a, b = sequence("a", 100, 80), sequence("b", 20, 40)
     for s in (a, b):
         scheduler.add(s)
@@ -137,7 +137,7 @@ WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), p
 def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: int, budget: int, batch_max: int,
                                                     headroom: int) -> None:
     scheduler: Scheduler[Sequence] = Scheduler(
-        units * KV_UNIT, budget, batch_max, headroom, lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
+        units * BLOCK_SIZE, budget, batch_max, headroom, lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
     alive: dict[str, tuple[Sequence, Work]] = {}
     arrived: list[Sequence] = []
     step = 0

@@ -38,8 +38,8 @@ class Echo:
         self.send(wire.Tokens(work_id, tuple(range(length))))
         self.send(wire.Done(work_id, "stop"))
 
-    def beat(self) -> wire.Beat:
-        return wire.Beat(steps=self.steps)
+    def beat(self) -> wire.Heartbeat:
+        return wire.Heartbeat(steps=self.steps)
 
 
 class Served:
@@ -48,14 +48,14 @@ class Served:
     def __init__(self, beat_s: float = 60.0) -> None:
         self.socket, theirs = wire.socket_pair()
         self.socket.settimeout(60)
-        connection = loop.Connection(theirs.detach())
+        connection = loop.DaemonConnection(theirs.detach())
         self.role = Echo(connection.send)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(connection, beat_s), daemon=True)
         self.thread.start()
         self._data = b""
 
-    def _run(self, connection: loop.Connection, beat_s: float) -> None:
+    def _run(self, connection: loop.DaemonConnection, beat_s: float) -> None:
         try:
             loop.run(connection, self.role, beat_s)
         except Exception as error:
@@ -89,7 +89,7 @@ def generate(name: str) -> wire.Generate:
 
 
 def test_work_is_answered_in_order_after_a_first_beat(served: Served) -> None:
-    assert served.read() == wire.Beat(steps=0)
+    assert served.read() == wire.Heartbeat(steps=0)
     served.send(generate("a"), b"xy")
     served.send(generate("b"), b"x")
     assert [served.read() for _ in range(4)] == [wire.Tokens("a", (0, 1)), wire.Done("a", "stop"),
@@ -112,7 +112,7 @@ def test_frames_may_come_in_pieces(served: Served) -> None:
 
 def test_beats_come_while_idle_and_while_busy() -> None:
     served = Served(beat_s=0.02)
-    assert all(isinstance(served.read(), wire.Beat) for _ in range(5))
+    assert all(isinstance(served.read(), wire.Heartbeat) for _ in range(5))
     for i in range(200):
         served.send(generate(str(i)), b"x")
     seen = [served.read() for _ in range(402)]

@@ -8,7 +8,7 @@ import pytest
 
 from epdd import families
 from epdd.worker.process import readahead
-from epdd.worker.process.readahead import GAP_BYTES, Part
+from epdd.worker.process.readahead import GAP_BYTES, FileRange
 
 
 def checkpoint(path, tensors):
@@ -36,8 +36,9 @@ def test_each_role_gets_its_own_tensors_over_all_shards(tmp_path):
         "metadata": {}, "weight_map": {name: file for file, those in names.items() for name in those}}))
     checkpoint(tmp_path / "consolidated.safetensors", [("model.visual.a", 100)])       # nobody loads it
     far = one + 100 + 2 * GAP_BYTES
-    assert readahead.parts(tmp_path, "encoder") == [Part(a, one, one + 100), Part(a, far, far + 67)]   # a small gap
-    assert readahead.parts(tmp_path, "pd") == [Part(a, one + 100, far + 60), Part(b, two, two + 30)]
+    assert readahead.parts(tmp_path, "encoder") == [
+        FileRange(a, one, one + 100), FileRange(a, far, far + 67)]      # a small gap
+    assert readahead.parts(tmp_path, "pd") == [FileRange(a, one + 100, far + 60), FileRange(b, two, two + 30)]
 
 
 def test_all_of_the_demo_is_read_and_told():
@@ -69,7 +70,7 @@ def test_what_is_no_checkpoint_is_left_to_the_loader(tmp_path, content):
 def test_a_file_cut_short_ends_the_reading(tmp_path):
     path = tmp_path / "model.safetensors"
     begin = checkpoint(path, [("a", 1 << 20)])
-    reading = readahead._Reading(str(tmp_path), "pd")
+    reading = readahead._ReadAhead(str(tmp_path), "pd")
     with open(path, "r+b") as file:
         file.truncate(begin + 1000)
     reading.run(threading.Event())

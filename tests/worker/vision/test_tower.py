@@ -22,7 +22,7 @@ def loaded(folder: str) -> tower.Tower:
     return tower.Tower(lambda: load.load_vision(folder, "float32", "cpu"), families.load(folder))
 
 
-def patches(image: Image.Image, family: families.Family) -> torch.Tensor:
+def patches(image: Image.Image, family: families.ModelInfo) -> torch.Tensor:
     return torch.from_numpy(preprocess.patches(np.asarray(image.convert("RGB")), family, family.grid(*image.size)))
 
 

@@ -24,7 +24,7 @@ from tools.bench.report import Cell, Report
 from tools.simulate.simulator import percentile
 
 from epdd.dispatch.routing.queue import Job
-from epdd.dispatch.routing.router import Choice, Router
+from epdd.dispatch.routing.router import RoutingDecision, Router
 from epdd.dispatch.routing.time_models import TimeModel
 
 POLICIES = ["budget", "earliest", "least-loaded", "round-robin", "gpu-only"]
@@ -78,7 +78,7 @@ class House:
 
     def _decide(self) -> float:
         router, now, spent = self._router, self.now, 0.0
-        choices: list[Choice | None] = []
+        choices: list[RoutingDecision | None] = []
         while not choices or choices[-1] is not None:
             began = time.thread_time()
             choices.append(router.assign(now))

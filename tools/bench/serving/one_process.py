@@ -94,7 +94,7 @@ def serve(workers, arena_fd, binding):
     members, readable = [], select.poll()
     for spec, fd in workers:
         readable.register(fd, select.POLLIN)
-        connection = loop.Connection(fd)
+        connection = loop.DaemonConnection(fd)
         role = roles[spec.role](spec, mapping, connection.send)
         members.append((connection, role))
         connection.send(msgspec.structs.replace(role.warm_up(lambda done: None), binding=binding))

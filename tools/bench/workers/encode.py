@@ -92,7 +92,7 @@ class Limit:
         self._pairs = {shape: (torch.randn(shape[0], shape[1]), nn.Linear(shape[1], shape[2]))
                        for shape in {item[1:] for item in self.linear}}
         self._packed = {shape: PackedLinear(linear) for shape, (_, linear) in self._pairs.items()}
-        self._split = {shape: gemm_bf16x3.Linear(linear) for shape, (_, linear) in self._pairs.items()
+        self._split = {shape: gemm_bf16x3.ManyRowsLinear(linear) for shape, (_, linear) in self._pairs.items()
                        if not gemm_bf16x3.missing()}
         tables = tower._tables(tuple(grids))
         self._attention = tower.module.blocks[0].attn

@@ -51,8 +51,8 @@ class End:
     def cancel(self, work_id: str) -> None:
         pass
 
-    def beat(self) -> wire.Beat:
-        return wire.Beat(steps=len(self._works))
+    def beat(self) -> wire.Heartbeat:
+        return wire.Heartbeat(steps=len(self._works))
 
     @property
     def busy(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from epdd.errors import BadRequest
 from epdd.wire import Sampling, TokenLogprob
 from epdd.worker.language.sampling.banned_tokens import Bans
-from epdd.worker.language.sampling.structured_output import AfterThinking, Constraint
+from epdd.worker.language.sampling.structured_output import AfterThinking, GrammarMask
 
 GREEDY_BELOW = 1e-5         # a temperature below this would overflow the division
 BAN_BIAS = -100.0           # the OpenAI API promises a ban at this value, whatever the model's logits are
@@ -24,7 +24,7 @@ class Sampler:
     """How one request chooses; keeps what its past tokens change."""
 
     def __init__(self, sampling: Sampling, prompt: list[int], stop_ids: frozenset[int], vocab: int,
-                 device: torch.device, constraint: Constraint | AfterThinking | None = None) -> None:
+                 device: torch.device, constraint: GrammarMask | AfterThinking | None = None) -> None:
         self._s = sampling
         self._constraint = constraint
         self._bans = Bans(sampling, vocab, device) if sampling.allowed_token_ids or sampling.bad_words else None

@@ -17,7 +17,7 @@ from epdd.families.vocabulary import Vocabulary
 from epdd.wire import Sampling
 
 
-class Constraint:
+class GrammarMask:
     """One answer's place in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab: int, avoid: tuple[int, ...]) -> None:
@@ -57,7 +57,7 @@ class Constraint:
 class AfterThinking:
     """A grammar that begins after the answer's thinking, which is free but for one thing: it cannot end the answer."""
 
-    def __init__(self, constraint: Constraint, start_id: int, end_id: int, ends: tuple[int, ...],
+    def __init__(self, constraint: GrammarMask, start_id: int, end_id: int, ends: tuple[int, ...],
                  breaks: frozenset[int]) -> None:
         """`start_id`: the token that begins the thinking if it is the answer's first; -1: it has begun.
 
@@ -108,7 +108,7 @@ class Constraints:
         self._vocab = vocab
         self._eos_ids = tuple(token for token in eos_ids if token < vocab)
 
-    def make(self, sampling: Sampling) -> Constraint | AfterThinking:
+    def make(self, sampling: Sampling) -> GrammarMask | AfterThinking:
         """For a request's grammar; with ignore_eos it goes on as long as the grammar lets it.
 
         Raises BadRequest on a bad grammar.
@@ -116,7 +116,7 @@ class Constraints:
         tokenizer, breaks = self._tokenizer
         matcher = grammar.begin(sampling.grammar, tokenizer)
         _check(matcher)
-        constraint = Constraint(matcher, self._vocab, self._eos_ids if sampling.ignore_eos else ())
+        constraint = GrammarMask(matcher, self._vocab, self._eos_ids if sampling.ignore_eos else ())
         if sampling.think_end_id < 0:
             return constraint
         return AfterThinking(constraint, sampling.think_start_id, sampling.think_end_id, self._eos_ids, breaks)

@@ -31,8 +31,8 @@ class Amx(Plain):
         segment_attention.attend_in(tower.module)
         for block in tower.module.blocks:
             block.mlp = end_with_activation(block.mlp, nn.Linear,
-                                            partial(gemm_bf16x3.Linear, activation=Activation.GELU_TANH),
-                                            partial(gemm_bf16x3.Linear, activation=Activation.SILU))
-        if not onednn.exchange(tower.module, gemm_bf16x3.Linear):
+                                            partial(gemm_bf16x3.ManyRowsLinear, activation=Activation.GELU_TANH),
+                                            partial(gemm_bf16x3.ManyRowsLinear, activation=Activation.SILU))
+        if not onednn.exchange(tower.module, gemm_bf16x3.ManyRowsLinear):
             raise RuntimeError("its products are not torch's")
         return tower

@@ -30,7 +30,7 @@ SLOW = 10.0                 # so many times torch's time at first sight: measuri
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend in use, and how all of them did."""
 
     name: str
@@ -46,13 +46,13 @@ def candidates(device: torch.device, quantize: str) -> list[Backend]:
 
 
 def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,
-           progress: Callable[[float], None]) -> Choice:
+           progress: Callable[[float], None]) -> BackendChoice:
     """The fastest right one, prepared; `tower` is changed.  `progress` is told 0..1."""
     known = memory.read()
     backend = next((b for b in backends if known is not None and b.name == known.backend), None)
     if known is not None and backend is not None:
         try:
-            return Choice(backend.name, backend.prepare(tower), known.trials)
+            return BackendChoice(backend.name, backend.prepare(tower), known.trials)
         except Exception as error:
             log.warning("encoder backend %s, remembered, does not start: %s", backend.name, _first_line(error))
             tower.reload()
@@ -65,7 +65,7 @@ def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,
         log.warning("encoder backend %s refused: %s", name, note)
         trials[name] = wire.Trial(name, trials[name].seconds, note)
         tower.reload()
-    choice = Choice(name, run, tuple(trials.values()))
+    choice = BackendChoice(name, run, tuple(trials.values()))
     memory.write(remembered.Known(choice.name, choice.trials))
     return choice
 

@@ -18,7 +18,7 @@ from epdd.errors import EpddError
 from epdd.frontend.structured import structured_output, tool_schema as tool_fields
 from epdd.frontend.structured.tool_call_parser import CallParser
 from epdd.worker.language.sampling.sampler import Sampler
-from epdd.worker.language.sampling.structured_output import Constraint, Constraints
+from epdd.worker.language.sampling.structured_output import GrammarMask, Constraints
 from tests.models import schemas
 from tests.worker.language import pd
 
@@ -52,7 +52,7 @@ def answer(folder: str, **sampling: Any) -> tuple[str, wire.FromWorker, list[int
     return bench.text(tokens), bench.of("x")[-1], tokens
 
 
-def constraint(folder: str, text: str, ignore_eos: bool = False) -> Constraint:
+def constraint(folder: str, text: str, ignore_eos: bool = False) -> GrammarMask:
     return Constraints(folder, 640, families.load(folder).eos_ids).make(
         wire.Sampling(max_tokens=1, grammar=text, ignore_eos=ignore_eos))
 
@@ -211,7 +211,7 @@ def test_text_is_free_until_a_call_begins(checkpoint: Callable[..., str]) -> Non
     folder = checkpoint("qwen3_vl")
     eos = list(families.load(folder).eos_ids)
 
-    def follow(text: str) -> Constraint | None:
+    def follow(text: str) -> GrammarMask | None:
         """Where a text leads; None if it leaves the grammar."""
         at = constraint(folder, tools())
         try:
@@ -270,7 +270,7 @@ def test_tokens_that_stand_for_text_are_text(checkpoint: Callable[..., str]) -> 
 
 
 def test_a_ban_gives_way_only_where_nothing_else_is_legal() -> None:
-    class Two(Constraint):
+    class Two(GrammarMask):
         def __init__(self, legal: list[int]) -> None:
             self.mask = torch.zeros(10, dtype=torch.bool)
             self.mask[legal] = True

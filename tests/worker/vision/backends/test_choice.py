@@ -54,7 +54,7 @@ def raced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return fix
 
 
-def chosen(tower: Tower, backends: list[Invented | cpu.Plain], path: Path | None = None) -> choice.Choice:
+def chosen(tower: Tower, backends: list[Invented | cpu.Plain], path: Path | None = None) -> choice.BackendChoice:
     return choice.choose(tower, backends, remembered.Memory(path, {"of": "a test"}), lambda done: None)
 
 

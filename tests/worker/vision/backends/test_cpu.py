@@ -38,7 +38,7 @@ def test_planes_by_amx_are_those_of_plain_torch(checkpoint: Callable[..., str], 
     assert relative_error(found, wanted) < 5e-6
     assert not any(isinstance(part, nn.Linear) for part in made.module.modules())
     activated = [part.activation.name for part in made.module.blocks.modules()
-                 if isinstance(part, gemm_bf16x3.Linear) and part.activation]
+                 if isinstance(part, gemm_bf16x3.ManyRowsLinear) and part.activation]
     assert activated == {"qwen3_vl": ["GELU_TANH"] * 4, "qwen2_5_vl": ["SILU"] * 4}.get(family, [])
 
 

@@ -54,11 +54,11 @@ docs: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 site: $(VENV)/.installed-test
-	$(BIN)/python tools/reference.py --check
+	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/site-cache docs build/site
 
 reference: $(VENV)/.installed-test
-	$(BIN)/python tools/reference.py
+	$(BIN)/python -m tools.reference
 
 # Kernels are compiled at the installation: it is done again once there is a compiler that was not there then.
 COMPILER := $(firstword $(foreach name,g++ c++,$(shell command -v $(name))))

@@ -1,7 +1,8 @@
 """Grammars that answers must follow, in llguidance's Lark: compiled under the same limits where a request is checked
 and where it is answered.
 
-The daemon does not import this: a process of its own checks what requests bring (`frontend/grammar_checker.py`).
+The daemon does not import this: a process of its own checks what requests bring
+(`frontend/structured/grammar_checker.py`).
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
 from epdd.dispatch.history import History
 from epdd.dispatch.poison import Poison
 from epdd.dispatch.routing.queue import Job
-from epdd.dispatch.routing.router import RoutingDecision, Router
+from epdd.dispatch.routing.router import Router, RoutingDecision
 from epdd.dispatch.routing.time_models import TimeModel
 from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, ModelInfo
-from epdd.fleet.channel import WorkEvent, Work
+from epdd.fleet.channel import Work, WorkEvent
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import DecayRate, Worker
 from epdd.settings.config import Config, RouterSettings as RouterConfig

@@ -17,7 +17,7 @@ from epdd.dispatch.history import History, RequestTrace
 from epdd.dispatch.prefix_affinity import PrefixAffinity, chain
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
-from epdd.fleet.channel import WorkEvent, Work
+from epdd.fleet.channel import Work, WorkEvent
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import Worker
 from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Span, Tokens

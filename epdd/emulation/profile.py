@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from epdd.emulated_time import EncoderGroup, EmulatedModel, PrefillDecodeGroup, SpeedScale
+from epdd.emulated_time import EmulatedModel, EncoderGroup, PrefillDecodeGroup, SpeedScale
 from epdd.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "profiles"

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import EpddError, ProtocolError
-from epdd.wire import (Heartbeat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker,
-                       Generate, Loading, OpenArena, Opened, Prefilled, Ready, Tokens, from_worker, pack)
+from epdd.wire import (Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, FromWorker, Generate,
+                       Heartbeat, Loading, OpenArena, Opened, Prefilled, Ready, Tokens, from_worker, pack)
 
 log = logging.getLogger(__name__)
 

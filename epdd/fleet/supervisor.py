@@ -20,7 +20,7 @@ from epdd.fleet.stall_detector import StallDetector
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
 from epdd.settings.config import FleetSettings
-from epdd.wire import Heartbeat, Failed, Loading, Opened, WorkerSpec, socket_pair
+from epdd.wire import Failed, Heartbeat, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from epdd.errors import WorkerLost
-from epdd.fleet.channel import Channel, WorkEvent, Work
+from epdd.fleet.channel import Channel, Work, WorkEvent
 from epdd.fleet.process import Process
-from epdd.wire import Heartbeat, Encode, Generate, Loading, Opened, Ready, WorkerSpec
+from epdd.wire import Encode, Generate, Heartbeat, Loading, Opened, Ready, WorkerSpec
 
 log = logging.getLogger(__name__)
 

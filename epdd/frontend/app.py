@@ -18,11 +18,11 @@ from epdd.frontend.api.system_routes import SystemRoutes
 from epdd.frontend.api.text_completions import TextCompletions
 from epdd.frontend.api.tokenization import TokenRoutes
 from epdd.frontend.context import Context
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.http import error_responses, request_ids
 from epdd.frontend.http.body import Bodies
 from epdd.frontend.http.cors import Cors
 from epdd.frontend.images.media import Media
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.text.prompt import PromptMaker
 from epdd.ops.metrics import RequestStats
 

@@ -10,7 +10,7 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
-from epdd.dispatch.pipeline import Restarted, Pipeline
+from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD

@@ -20,8 +20,8 @@ import time
 
 from epdd.arena import Mapping
 from epdd.errors import DeviceError
-from epdd.wire import (Heartbeat, Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate,
-                       Loading, OpenArena, Opened, GpuPool, Prefilled, Ready, Tokens, pack, to_worker)
+from epdd.wire import (Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Failed, FrameBuffer, Generate, GpuPool,
+                       Heartbeat, Loading, OpenArena, Opened, Prefilled, Ready, Tokens, pack, to_worker)
 from epdd.worker.process import affinity
 
 

@@ -20,7 +20,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
-from epdd.frontend.context import Context, AnswerEvent
+from epdd.frontend.context import AnswerEvent, Context
 from epdd.frontend.http.auth import Keys
 from epdd.frontend.http.connections import Connections
 from epdd.frontend.http.server import Runner

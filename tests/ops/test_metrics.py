@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from epdd.errors import BadRequest, NoWorker, WorkerFailed
-from epdd.ops.metrics import WindowRate, RequestStats, Window
+from epdd.ops.metrics import RequestStats, Window, WindowRate
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 
 from epdd.config import SECTIONS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Not CHANGELOG.md, which names what was.
 PAGES = [*(ROOT / "docs").rglob("*.md"), *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md")]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")

@@ -1,21 +1,16 @@
 """docs/reference is what the code says: pages are current, and nothing is missing on them."""
 
 import re
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-from tools import reference  # noqa: E402
-
-from epdd import errors  # noqa: E402
-from epdd.cli.main import VERBS  # noqa: E402
-from epdd.frontend.api import openapi  # noqa: E402
-from epdd.ops import exposition  # noqa: E402
-from epdd.settings.config import SECTIONS  # noqa: E402
+from epdd import errors
+from epdd.cli.main import VERBS
+from epdd.frontend.api import openapi
+from epdd.ops import exposition
+from epdd.settings.config import SECTIONS
+from tools.reference import __main__ as reference
 
 PAGES = reference.pages()
 

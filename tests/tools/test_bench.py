@@ -5,10 +5,10 @@ import importlib.util
 import numpy as np
 import pytest
 
+from epdd import families
 from tools import random_model
 from tools.bench.report import Report
 from tools.bench.serving import linear, serve_tables
-from epdd import families
 
 
 def test_a_line_is_found_and_a_curve_is_none():

@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tools.demo import dialogue
-from tools.demo import world
+from tools.demo import dialogue, world
 
 
 def nearest_colour(rgb: tuple[int, int, int]) -> str:

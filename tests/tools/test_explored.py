@@ -8,7 +8,7 @@ import pytest
 from epdd.dispatch.encoder_cache.extents import Extents
 from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
-from epdd.dispatch.pipeline import Restarted, Pipeline
+from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Request
 from epdd.errors import WorkerLost
 from epdd.fleet.channel import Work

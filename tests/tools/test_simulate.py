@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from tools.simulate import __main__ as program
+from epdd.emulation import profile
 from tools.bench import live
-from tools.simulate import scenarios
+from tools.simulate import __main__ as program, scenarios
 from tools.simulate.comparison import BY_NAME, PUBLISHED_IMAGE, PUBLISHED_REQUEST
 from tools.simulate.simulator import Request, Rule, percentile, simulate
-from epdd.emulation import profile
 
 
 def latencies(fleet, images, rule):

@@ -13,7 +13,7 @@ from tools.explore.memory import Violation
 
 from epdd.arena import PAGE
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.pipeline import Restarted, Pipeline
+from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD

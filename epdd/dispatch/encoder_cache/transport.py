@@ -21,7 +21,7 @@ from epdd.errors import WorkerLost
 from epdd.fleet.process import leaving
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.wire import CloseArena, Lease, OpenArena, GpuPool, Ready
+from epdd.wire import CloseArena, GpuPool, Lease, OpenArena, Ready
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from aiohttp import web
 from epdd.dispatch.request import Request
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.api.answers import Answers
-from epdd.frontend.api.completions import Completions, PromptRun, PreparedRequest
+from epdd.frontend.api.completions import Completions, PreparedRequest, PromptRun
 from epdd.frontend.context import Context
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.http import request_ids
 from epdd.frontend.http.body import Bodies
 from epdd.frontend.images.media import Media
 from epdd.frontend.requests import completion_requests
 from epdd.frontend.requests.schema import ChatBody
 from epdd.frontend.structured import structured_output
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.text.prompt import PromptMaker
 from epdd.ops.metrics import RequestMetrics
 

@@ -21,7 +21,6 @@ from epdd.errors import WorkerTimeout
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole, total_usage
 from epdd.frontend.context import Context
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.http import error_responses, request_ids
 from epdd.frontend.http.body import Bodies
 from epdd.frontend.http.sse import ClientGone, EventStream
@@ -30,6 +29,7 @@ from epdd.frontend.requests import request_validation
 from epdd.frontend.requests.completion_requests import Options
 from epdd.frontend.requests.inline_files import InlineLimits
 from epdd.frontend.structured import bad_words, structured_output
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.text.prompt import Prompt, PromptMaker
 from epdd.ops.metrics import RequestMetrics
 from epdd.wire import Sampling, Tokens

@@ -13,8 +13,7 @@ import msgspec
 
 from epdd import __version__
 from epdd.frontend.api.answer_schema import (ChatChunk, ChatCompletion, Error, Health, Model, ModelList, Pong,
-                                             Readiness,
-                                             PublicStatus, TextChunk, TextCompletion, Version)
+                                             PublicStatus, Readiness, TextChunk, TextCompletion, Version)
 from epdd.frontend.http.auth import OPEN
 from epdd.frontend.requests import fields
 from epdd.frontend.requests.schema import ChatBody, CompletionBody, DetokenizeBody, Detokenized, TokenizeBody, Tokenized

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from epdd.dispatch.request import Request
 from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole
-from epdd.frontend.api.completions import Completions, PromptRun, PreparedRequest
+from epdd.frontend.api.completions import Completions, PreparedRequest, PromptRun
 from epdd.frontend.http import request_ids
 from epdd.frontend.requests import completion_requests
 from epdd.frontend.requests.schema import CompletionBody

@@ -22,7 +22,7 @@ from yarl import URL
 from epdd import __version__
 from epdd.errors import MediaError
 from epdd.frontend.images.addresses import Address, Allowlist, is_public
-from epdd.frontend.turns import Turns
+from epdd.frontend.images.turns import Turns
 from epdd.settings.config import MediaSettings
 
 # What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epdd.errors import BadRequest
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.structured import constraints, tool_schema as tool_fields
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 
 GRAMMAR_CHARS_MAX = 128 << 10   # of all schemas of a request
 

@@ -9,7 +9,7 @@ import torch
 from epdd import wire
 from epdd.worker.gpu.transfer import Fetched, Transfer
 from epdd.worker.kernels.cuda import Device
-from epdd.worker.language.batch_inputs import PromptSequence, HostRows, pieces
+from epdd.worker.language.batch_inputs import HostRows, PromptSequence, pieces
 from epdd.worker.language.scheduler import Batch
 
 

@@ -23,7 +23,7 @@ from epdd.errors import BadRequest, ContextLength, DeviceError, HardwareError, W
 from epdd.families import ModelInfo
 from epdd.worker.kernels import cuda, gemm_bf16x3, native, norm, onednn
 from epdd.worker.language import attention, batch_inputs, cpu_layer, kv_cache
-from epdd.worker.language.batch_inputs import PromptImage, PromptSequence, HostRows
+from epdd.worker.language.batch_inputs import HostRows, PromptImage, PromptSequence
 from epdd.worker.language.prefill_budget import PrefillBudget
 from epdd.worker.language.request_tracker import RequestTracker
 from epdd.worker.language.sampling.sampler import Sampler

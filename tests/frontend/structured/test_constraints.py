@@ -19,7 +19,7 @@ from epdd.frontend.requests import completion_requests
 from epdd.frontend.structured import constraints, structured_output
 from epdd.frontend.structured.tool_schema import REGEX_CHARS_MAX
 
-from tests.frontend.checking import check
+from tests.frontend.structured.checking import check
 
 OBJECT = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"],
           "additionalProperties": False}

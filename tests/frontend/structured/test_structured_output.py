@@ -12,7 +12,7 @@ from epdd.frontend.structured import structured_output
 from epdd.frontend.structured.structured_output import Structure
 from tests.models import schemas
 
-from tests.frontend.checking import check
+from tests.frontend.structured.checking import check
 
 OBJECT = {"type": "object", "properties": {"at": {"type": "integer"}}}
 PROPERTIES = {f"p{at}": {} for at in range(500)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epdd import arena, families, wire
-from epdd.emulated_time import Clock, EncoderGroup, Formula, EmulatedModel, Pace, PrefillDecodeGroup, Slow
+from epdd.emulated_time import Clock, EmulatedModel, EncoderGroup, Formula, Pace, PrefillDecodeGroup, Slow
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.families import DEMO
 from epdd.worker.emulated import paced, pattern

@@ -24,7 +24,7 @@ from tools.bench.report import Cell, Report
 from tools.simulate.simulator import percentile
 
 from epdd.dispatch.routing.queue import Job
-from epdd.dispatch.routing.router import RoutingDecision, Router
+from epdd.dispatch.routing.router import Router, RoutingDecision
 from epdd.dispatch.routing.time_models import TimeModel
 
 POLICIES = ["budget", "earliest", "least-loaded", "round-robin", "gpu-only"]

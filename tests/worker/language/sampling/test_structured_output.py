@@ -18,7 +18,7 @@ from epdd.errors import EpddError
 from epdd.frontend.structured import structured_output, tool_schema as tool_fields
 from epdd.frontend.structured.tool_call_parser import CallParser
 from epdd.worker.language.sampling.sampler import Sampler
-from epdd.worker.language.sampling.structured_output import GrammarMask, Constraints
+from epdd.worker.language.sampling.structured_output import Constraints, GrammarMask
 from tests.models import schemas
 from tests.worker.language import pd
 

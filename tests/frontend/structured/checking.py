@@ -7,8 +7,8 @@ import atexit
 
 import uvloop
 
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.structured import structured_output
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.structured.structured_output import Structure
 
 _runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)

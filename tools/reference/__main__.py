@@ -1,7 +1,7 @@
 """Writes docs/reference/: pages made from the code, so that they cannot disagree with it.
 
-    python tools/reference.py           # write the pages
-    python tools/reference.py --check   # exit code 1 if a page is not current
+    python -m tools.reference           # write the pages
+    python -m tools.reference --check   # exit code 1 if a page is not current
 
 Settings come from etc/epdd.toml, HTTP from /openapi.json, command lines from argparse, metrics from /metrics, error
 codes from epdd.errors and the places that raise them, request fields from epdd.frontend.requests.fields.
@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
-from tools.reference_errors import error_codes
-from tools.reference_http import http
-from tools.reference_metrics import metric_list
-from tools.reference_text import escaped, note, table
+from tools.reference.errors import error_codes
+from tools.reference.http import http
+from tools.reference.metrics import metric_list
+from tools.reference.text import escaped, note, table
 
 from epdd.cli import main as epdd_main
 from epdd.ctl import main as epdctl_main
@@ -28,7 +28,7 @@ from epdd.frontend.requests import fields
 from epdd.frontend.requests.schema import ChatBody, CompletionBody
 from epdd.settings import config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tools.reference_text import note, table
+from tools.reference.text import note, table
 
 from epdd.frontend.api import openapi
 from epdd.frontend.requests.field_table import TAKEN

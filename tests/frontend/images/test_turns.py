@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from epdd.frontend.turns import Turns
+from epdd.frontend.images.turns import Turns
 
 
 class Slots:

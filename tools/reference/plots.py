@@ -1,6 +1,6 @@
 """Draws the plots of docs/benchmarks from the numbers in figures.json beside those pages.
 
-    python tools/doc_plots.py           # writes docs/img/published.svg, encoding.svg and serving.svg
+    python -m tools.reference.plots           # writes docs/img/published.svg, encoding.svg and serving.svg
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "epdd"
 matplotlib.rcParams["svg.fonttype"] = "none"
 from matplotlib import pyplot  # noqa: E402
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 BAR = 0.27          # of the distance between two groups
 LOG_FROM = 20       # lines that differ by more than this factor are drawn on a logarithmic axis
 

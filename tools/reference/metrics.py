@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tools.reference_text import note, table
+from tools.reference.text import note, table
 
 from epdd.frontend.http.connections import Connections
 from epdd.ops import exposition
 from epdd.ops.metrics import RequestStats
 from epdd.ops.request_log import RequestLog
-from epdd.settings.config import Server
+from epdd.settings.config import ServerSettings
 
 HEAD = """\
 # Metrics
@@ -25,7 +25,7 @@ scaled back.
 
 
 def metric_list() -> str:
-    text = exposition.Exposition(_stats(), Connections(Server()), _status).text().decode()
+    text = exposition.Exposition(_stats(), Connections(ServerSettings()), _status).text().decode()
     rows = []
     for family in sorted(text_string_to_metric_families(text), key=lambda family: family.name):
         if family.name.endswith("_created"):        # when each histogram began

@@ -13,8 +13,8 @@ import pytest
 import uvloop
 
 from epdd.errors import CapacityError
-from epdd.frontend.grammar_checker import GrammarChecker
 from epdd.frontend.structured import structured_output
+from epdd.frontend.structured.grammar_checker import GrammarChecker
 
 from tests.frontend.house import House, hosted, settle
 

@@ -1,4 +1,4 @@
-"""Markdown for the pages that tools/reference.py writes."""
+"""Markdown for the pages that tools/reference writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def note(source: str) -> str:
-    return f"<!-- Made by tools/reference.py from {source}. Do not edit: run `make reference`. -->\n"
+    return f"<!-- Made by tools/reference from {source}. Do not edit: run `make reference`. -->\n"
 
 
 def escaped(text: str) -> str:

@@ -16,7 +16,7 @@ import uvloop
 
 from epdd.errors import MediaError
 from epdd.frontend.images.fetch import URL_CHARS_MAX
-from epdd.settings.config import Media
+from epdd.settings.config import MediaSettings
 
 from tests.frontend.images.image_host import PNG, Host, fault, fetching, listed, run
 
@@ -111,15 +111,15 @@ def test_lookups_have_threads_enough() -> None:
     """A name server that does not answer holds its lookup for longer than the fetch."""
     code = """if True:
         import asyncio, os, uvloop
-        from epdd.settings.config import Media
+        from epdd.settings.config import MediaSettings
         from epdd.frontend.images.fetch import Fetcher
 
         async def main():
-            fetcher = Fetcher(Media(fetches_max=8))
+            fetcher = Fetcher(MediaSettings(fetches_max=8))
             await asyncio.gather(fetcher.fetch("http://nowhere.invalid/"), return_exceptions=True)
             print(len(os.listdir("/proc/self/task")))
             await fetcher.close()
 
         uvloop.run(main())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 2 * Media(fetches_max=8).fetches_max
+    assert int(done.stdout) > 2 * MediaSettings(fetches_max=8).fetches_max

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.reference_text import note, table
+from tools.reference.text import note, table
 
 import epdd
 from epdd import errors

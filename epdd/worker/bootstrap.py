@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 ROLES = {"encoder": ("epdd.worker.vision.encoder", "Encoder"), "pd": ("epdd.worker.language.engine", "Engine")}
 # Instead, on devices other than "cpu".
 GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
-EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "Encoder"), "pd": ("epdd.worker.emulated.engine", "Engine")}
+EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "EmulatedEncoder"),
+            "pd": ("epdd.worker.emulated.engine", "EmulatedEngine")}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
 
@@ -61,7 +62,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     leaving = threading.Event()
     threading.Thread(target=_exit_with_daemon, args=(os.dup(fd), leaving), daemon=True).start()
     loop = importlib.import_module("epdd.worker.process.loop")
-    connection = loop.Connection(fd)
+    connection = loop.DaemonConnection(fd)
     try:
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.

@@ -43,7 +43,7 @@ max_pixels = 256
 
 
 def load(profile: str, scale: float = 0.0) -> emulation.Emulation:
-    made = emulation.load(config.Emulation(profile, scale), TOKENIZER)
+    made = emulation.load(config.EmulationSettings(profile, scale), TOKENIZER)
     assert made is not None
     return made
 
@@ -54,7 +54,7 @@ def test_shipped_profiles_can_be_used_by_the_name_of_their_file(name):
 
 
 def test_without_a_profile_nothing_is_emulated():
-    assert emulation.load(config.Emulation(), TOKENIZER) is None
+    assert emulation.load(config.EmulationSettings(), TOKENIZER) is None
 
 
 def test_the_published_set_up():
@@ -150,7 +150,7 @@ def test_an_unknown_name_says_what_there_is(tmp_path):
 @pytest.mark.parametrize("scale", [1e-9, 1e4])
 def test_a_scale_that_no_clock_can_follow(scale):
     with pytest.raises(ConfigError, match="emulation.scale"):
-        emulation.load(config.Emulation(PUBLISHED, scale), TOKENIZER)
+        emulation.load(config.EmulationSettings(PUBLISHED, scale), TOKENIZER)
 
 
 def test_profiles_are_package_data():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epdd.config import SECTIONS
+from epdd.settings.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 # Not CHANGELOG.md, which names what was.

@@ -36,7 +36,7 @@ class EmulatedEngine(EmulatedTime):
         if pace.model is not None:
             self._core: Any = rows.RowsEngine(spec, arena, self._answers.append)
         else:
-            real = importlib.import_module("epdd.worker.emulated.demo").Engine
+            real = importlib.import_module("epdd.worker.emulated.demo").DemoEngine
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
         self._arrived = 0.0         # of what ended the last idle time
 

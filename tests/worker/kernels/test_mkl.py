@@ -8,9 +8,9 @@ import sys
 PROCESSES = 6
 PROGRAM = """
 import torch
-from epdd.worker import vml
+from epdd.worker.kernels import mkl
 
-vml.settle()
+mkl.settle()
 torch.set_num_threads(2)
 angles = torch.arange(784)[:, None] * torch.logspace(0, -4, 72) * 0.03
 print(max(float((function(angles).double() - function(angles.double())).abs().max())

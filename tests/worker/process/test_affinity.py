@@ -12,7 +12,7 @@ CHILD = """
 import json, os, sys
 {before}
 from epdd.wire import WorkerSpec
-from epdd.worker import affinity
+from epdd.worker.process import affinity
 {patch}
 cpus, node, threads = json.loads(sys.argv[1])
 found = affinity.bind(WorkerSpec("encoder/0", "encoder", "cpu", tuple(cpus), node, threads, "/m"))

@@ -23,7 +23,8 @@ BLOCK = 128
 CHILD = """
 import resource, sys, time
 import torch
-from epdd.worker import load, preload   # the latter imports the models' code, as the workers' fork server does
+from epdd.worker import preload   # imports the models' code, as the workers' fork server does
+from epdd.worker.weights import load
 torch.set_num_threads(int(sys.argv[2]))
 def resident(kind):
     with open("/proc/self/status") as file:

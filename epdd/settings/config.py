@@ -336,7 +336,7 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Serve a vision-language model from this machine.")
     parser.add_argument("positional", nargs="?", metavar="MODEL",
                         help="checkpoint folder, or a model of the Hub as ORG/NAME (default: the demo model)")
-    parser.add_argument("--model", metavar="MODEL", help="the same")
+    parser.add_argument("--model", metavar="MODEL", help="another way to name MODEL")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model of the Hub (default: main)")
     parser.add_argument("--emulate", metavar="NAME", help="devices with given time models: a shipped profile or a file")
     parser.add_argument("--host", help="address to listen on")

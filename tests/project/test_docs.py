@@ -1,5 +1,6 @@
 """What the documentation's own build does not see: pages in the root, names that no longer exist, foreign hosts."""
 
+import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -44,3 +45,13 @@ def test_metrics_that_pages_name_exist():
     named = {found for path in PAGES for found in re.findall(r"\b(epdd_\w+)", path.read_text())}
     assert "epdd_worker_state" in named
     assert named - metrics == set()
+
+
+def test_programs_and_tests_that_pages_name_exist():
+    text = "\n".join(path.read_text() for path in PAGES)
+    programs = set(re.findall(r"\b(tools(?:\.\w+)+)", text))
+    assert "tools.simulate" in programs
+    assert {name for name in programs if not importlib.util.find_spec(name)} == set()
+    tests = set(re.findall(r"`((?:\w+/)*test_\w+\.py)\b", text))      # SECURITY.md leaves tests/ out
+    assert "dispatch/test_pipeline.py" in tests
+    assert {name for name in tests if not (ROOT / name).exists() and not [*(ROOT / "tests").rglob(name)]} == set()

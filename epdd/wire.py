@@ -165,6 +165,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     spans: tuple[Span, ...]
     sampling: Sampling
     salt: str = ""                  # of another salt nothing in the prefix cache is used
+    tenant: str = ""                # whose it is: a worker's places are shared fairly between tenants
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

@@ -216,8 +216,8 @@ class Pipeline:
             while held:
                 self._leases.unhold(held.pop())
 
-        work = worker.start(Generate(work_id, spans, sampling, request.salt), tokens.tobytes(), cost, worker.warm_up_s,
-                            lambda event: events.put_nowait((index, event)))
+        work = worker.start(Generate(work_id, spans, sampling, request.salt, request.tenant), tokens.tobytes(), cost,
+                            worker.warm_up_s, lambda event: events.put_nowait((index, event)))
         for embedding in held:
             self._leases.hold(embedding)
         work.on_end(let_go)

@@ -59,6 +59,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     client_id: str = ""             # the client's own name for it, if any; need not be unique
     salt: str = ""                  # caches are shared by requests of the same salt only; opaque
+    tenant: str = ""                # whose it is: places are shared fairly between tenants; opaque
     whole: bool = False             # nobody sees a token before the last: what a lost worker began can begin anew
 
     @property

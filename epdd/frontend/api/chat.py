@@ -50,7 +50,8 @@ class ChatCompletions(Completions):
                 await self._prompts.make(conversation, held.images, context.context_max()), chat)
             request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
                               spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,
-                              client_id=request_ids.client(http), whole=not chat.stream, salt=salt)
+                              client_id=request_ids.client(http), whole=not chat.stream, salt=salt,
+                              tenant=context.keys.tenant(http))
             context.admission.check(request)
             record.prompt(len(request.tokens), len(request.images), len(chat.ignored))
             run = PromptRun(request, Answers(chat, request, self._vocabulary, prompt.thinking))

@@ -96,7 +96,7 @@ class TextCompletions(Completions):
                 name = own if len(texts) == 1 else f"{own}-{index}"
                 request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline, sampling=sampling,
                                   arrived=record.arrived, client_id=request_ids.client(http), whole=not options.stream,
-                                  salt=salt)
+                                  salt=salt, tenant=context.keys.tenant(http))
                 context.admission.check(request)
                 parts.append(PromptRun(request, Answers(options, request, self._vocabulary)))
             record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.ignored))

@@ -61,8 +61,17 @@ class Keys:
         tenant = b"" if self._shared or not self._hashes else _sent(request)[1]
         if not tenant and not cache_salt:
             return ""
-        return hashlib.blake2b(tenant.ljust(32, b"\0") + cache_salt.encode(), key=self._secret,
-                               digest_size=16).hexdigest()
+        return self._digest(tenant.ljust(32, b"\0") + cache_salt.encode())
+
+    def tenant(self, request: web.Request) -> str:
+        """Whose request it is: alike for all of one API key, whatever caches they share, and empty without keys.
+
+        It tells no more of the key than `salt`.
+        """
+        return self._digest(_sent(request)[1]) if self._hashes else ""
+
+    def _digest(self, content: bytes) -> str:
+        return hashlib.blake2b(content, key=self._secret, digest_size=16).hexdigest()
 
     def middleware(self) -> Middleware:
 

@@ -149,7 +149,7 @@ class RowsEngine(RequestTracker[RowsRequest]):
             frozenset() if sampling.ignore_eos else frozenset(self._family.eos_ids))
         spans = sorted(message.spans, key=lambda span: span.start)
         return RowsRequest(id=message.id, tokens=tokens, prompt=len(tokens), total_max=total, sampling=sampling,
-                           stop_ids=stop, spans=spans,
+                           stop_ids=stop, spans=spans, tenant=message.tenant,
                            leases_until=spans[-1].start + spans[-1].rows if spans else len(tokens))
 
     def _read(self, request: RowsRequest) -> None:

@@ -162,7 +162,7 @@ class Engine(RequestTracker[PromptSequence]):
             sampler=Sampler(s, tokens, stop, self._head.out_features, self._device, constraint), stop_ids=stop,
             max_tokens=s.max_tokens, positions=positions, delta=delta, images=images,
             leases_until=images[-1].end if images else len(tokens), content=content,
-            twins=hash(content) if content else None)
+            twins=hash(content) if content else None, tenant=message.tenant)
 
     def _images(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> list[PromptImage]:
         """The spans' embeddings, read in place.  Raises WorkerFailed where daemon and encoder disagree."""

@@ -3,11 +3,14 @@
 KV memory is counted in tokens.  A sequence is admitted with room for its prompt and some of its answer and
 grows later; when nothing is left, the youngest is preempted: it gives its KV memory back, waits in front of
 all others and is computed anew, its answer so far now being part of its prompt.
+
+Of the waiting sequences the one whose tenant has the fewest running is admitted next; first come, first served if
+they are equal.  No tenant starves: once its running sequences have ended, only older ones can be before its oldest.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -30,6 +33,7 @@ class Sequence:
     reserved: int = 0           # tokens of KV memory held
     pinned: bool = False        # cannot be computed anew, so never preempted
     twins: int | None = None    # alike for equal prompts, one of which then finds what the other computed; None: alone
+    tenant: str = ""            # whose it is: tenants share the places fairly
 
     @property
     def pending(self) -> int:
@@ -54,8 +58,8 @@ class Batch(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Waiting and running sequences, each oldest first, but for two things: a pinned one may run on while an older one
-    waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
+    """Waiting and running sequences, of one tenant each oldest first, but for two things: a pinned one may run on while
+    an older one waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
 
     def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS,
                  begin: Callable[[S], int] = lambda sequence: 0) -> None:
@@ -108,9 +112,10 @@ class Scheduler(Generic[S]):
         return batch
 
     def _next(self) -> S | None:
-        """The first in line whose prompt nobody is computing."""
+        """Of those whose prompt nobody is computing the first of the tenant with the fewest running."""
         computing = {s.twins for s in self.running if len(s.tokens) == s.prompt} - {None}
-        return next((s for s in self.waiting if s.twins not in computing), None)
+        running = Counter(s.tenant for s in self.running)
+        return min((s for s in self.waiting if s.twins not in computing), key=lambda s: running[s.tenant], default=None)
 
     def _prefill(self, sequence: S, left: int, batch: Batch[S]) -> int:
         count = min(left, sequence.pending)

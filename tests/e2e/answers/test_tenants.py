@@ -1,4 +1,4 @@
-"""Two API keys on one daemon: what one has sent shows nowhere in what the other is told."""
+"""Two API keys on one daemon: what one has sent shows nowhere in what the other is told, and keeps none waiting."""
 
 import concurrent.futures
 import json
@@ -12,7 +12,8 @@ from tests.models import checkpoints
 
 @pytest.fixture(scope="module")
 def daemon(checkpoint):
-    with running(checkpoint("qwen3_vl"), encoder__workers=1, server__api_keys="alice,bob") as daemon:
+    with running(checkpoint("qwen3_vl"), encoder__workers=1, pd__batch_max=4,
+                 server__api_keys="alice,bob") as daemon:
         yield daemon.ready()
 
 
@@ -53,3 +54,14 @@ def test_two_keys_at_once_are_two_encodings(daemon):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: ask(daemon, key, content), ["alice", "bob"] * 4))
     assert daemon.status()["cache"]["misses"] == before + 2
+
+
+def test_many_requests_of_one_key_do_not_keep_another_waiting(daemon):
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        many = [pool.submit(ask, daemon, "alice", f"number {i}", n=4, max_tokens=150, ignore_eos=True)
+                for i in range(10)]
+        daemon.wait(lambda status: sum(worker.get("waiting") or 0 for worker in status["workers"]) >= 30)
+        ask(daemon, "bob", "hello")
+        answered = sum(request.done() for request in many)
+        # It waited for a place, not for those 30 in front of it.
+        assert answered < 5

@@ -39,6 +39,24 @@ async def test_keys_share_nothing(house: House) -> None:
     assert texts[0].salt == one.salt and texts[1].salt == two.salt
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_key_is_one_tenant_whatever_it_shares(family: Any, shared: bool) -> None:
+    @hosted(server={**KEYS, "share_caches": shared})
+    async def test(house: House) -> None:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            one, salted, two = [await seen(house, key, path, **fields) for key, fields in (
+                ("sk-one", {}), ("sk-one", {"cache_salt": "a"}), ("sk-two", {}))]
+            assert one.tenant == salted.tenant != two.tenant and len(one.tenant) == len(two.tenant) == 32
+            assert "sk-one" not in repr(one)
+
+    test(family)
+
+
+@hosted()
+async def test_without_keys_all_are_one_tenant(house: House) -> None:
+    assert (await seen(house, "sk-any")).tenant == (await seen(house, cache_salt="a")).tenant == ""
+
+
 @hosted(server=KEYS)
 async def test_a_salt_divides_what_a_key_shares(house: House) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):

@@ -9,8 +9,8 @@ from epdd.errors import ContextLength
 from epdd.worker.language.scheduler import BLOCK_SIZE, Batch, Scheduler, Sequence
 
 
-def sequence(name: str, prompt: int, answer: int) -> Sequence:
-    return Sequence(name, [0] * prompt, prompt, prompt + answer)
+def sequence(name: str, prompt: int, answer: int, tenant: str = "") -> Sequence:
+    return Sequence(name, [0] * prompt, prompt, prompt + answer, tenant=tenant)
 
 
 def play(scheduler: Scheduler[Sequence], batch: Batch[Sequence]) -> list[Sequence]:
@@ -115,6 +115,65 @@ def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
     assert names(scheduler.next_batch()) == [("b", 1), ("other", 4), ("c", 1)]
 
 
+def test_a_tenant_with_many_sequences_does_not_keep_others_waiting() -> None:
+    scheduler: Scheduler[Sequence] = Scheduler(1 << 16, token_budget=64, batch_max=4)
+    for i in range(40):
+        scheduler.add(sequence(f"many{i}", 4, 10 + i, "many"))
+    ended = play(scheduler, scheduler.next_batch())
+    for i in range(3):
+        scheduler.add(sequence(f"few{i}", 4, 2, "few"))
+    while scheduler.running or scheduler.waiting:
+        ended += play(scheduler, scheduler.next_batch())
+    order = [s.id for s in ended]
+    # Each takes the next place that is free, and has it for two steps.
+    assert [order.index(f"few{i}") for i in range(3)] == [3, 5, 6], order
+    for tenant in ("many", "few"):
+        assert [s.id for s in ended if s.tenant == tenant] == [
+            f"{tenant}{i}" for i in range(40 if tenant == "many" else 3)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(works=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 60), st.sampled_from("abc"), st.integers(0, 40)),
+                      min_size=1, max_size=25), batch_max=st.integers(1, 6), units=st.integers(4, 12))
+def test_the_tenant_with_the_fewest_running_is_next(works: list[tuple[int, int, str, int]], batch_max: int,
+                                                    units: int) -> None:
+    admitted: list[Sequence] = []
+
+    def begin(s: Sequence) -> int:
+        running = [other.tenant for other in scheduler.running if other is not s]
+        waiting = {other.tenant for other in scheduler.waiting}
+        assert running.count(s.tenant) <= min([running.count(tenant) for tenant in waiting], default=len(running))
+        admitted.append(s)
+        return 0
+
+    scheduler: Scheduler[Sequence] = Scheduler(units * BLOCK_SIZE, 64, batch_max, 1, begin)
+    step, left = 0, len(works)
+    while left:
+        for i, (prompt, answer, tenant, arrives) in enumerate(works):
+            if arrives == step:
+                scheduler.add(sequence(str(i), prompt, answer, tenant))
+        left -= len(play(scheduler, scheduler.next_batch()))
+        step += 1
+        assert step < 50_000
+    assert {s.id for s in admitted} == {str(i) for i in range(len(works))}
+
+
+@pytest.mark.parametrize("others", [1, 2, 9])
+def test_no_tenant_starves_beside_others_that_never_stop(others: int) -> None:
+    """A sequence that needs all memory, of a tenant that has another one running, beside new ones in every step."""
+    scheduler: Scheduler[Sequence] = Scheduler(16 * BLOCK_SIZE, token_budget=64, batch_max=4)
+    scheduler.add(sequence("its other", 10, 100, "large"))
+    large = sequence("large", 500, 16 * BLOCK_SIZE - 500, "large")
+    scheduler.add(large)
+    for step in range(5_000):
+        for i in range(others):
+            if sum(s.tenant == str(i) for s in scheduler.waiting) < 3:
+                scheduler.add(sequence(f"{i} {step}", 5, 20, str(i)))
+        if large in play(scheduler, scheduler.next_batch()):
+            return
+    raise AssertionError("never done")
+
+
 @dataclass
 class Work:
     prompt: int
@@ -124,11 +183,13 @@ class Work:
     cancelled: int | None
     twins: int | None
     found: float        # share of its tokens that it begins with
+    tenant: str
 
 
 WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), pinned=st.booleans(),
                  arrives=st.integers(0, 60), cancelled=st.none() | st.integers(0, 300),
-                 twins=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]))
+                 twins=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]),
+                 tenant=st.sampled_from(["", "", "one", "two"]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,7 +205,7 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
     while step <= 300 or alive:
         for i, work in enumerate(works):
             if work.arrives == step and work.prompt + work.answer <= scheduler.capacity:
-                s = sequence(str(i), work.prompt, work.answer)
+                s = sequence(str(i), work.prompt, work.answer, work.tenant)
                 s.twins = work.twins
                 scheduler.add(s)
                 arrived.append(s)
@@ -160,8 +221,9 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
         assert not set(map(id, batch.preempted)) & {id(s) for s, _ in batch.chunks}
         assert scheduler.free == scheduler.capacity - sum(s.reserved for s in scheduler.running) >= 0
         for queue in (scheduler.waiting, [s for s in scheduler.running if not s.pinned]):
-            order = [arrived.index(s) for s in queue]
-            assert order == sorted(order) or any(work.twins is not None for work in works)
+            for tenant in ("", "one", "two"):
+                order = [arrived.index(s) for s in queue if s.tenant == tenant]
+                assert order == sorted(order) or any(work.twins is not None for work in works)
         computing = [s.twins for s in scheduler.running if s.twins is not None and len(s.tokens) == s.prompt]
         assert len(computing) == len(set(computing))
         for s in play(scheduler, batch):

@@ -92,6 +92,8 @@ def _run(arguments: list[str]) -> int:
             print(f"epdd {__version__}")
             return 0
         log.setup(settings.log.level)
+        for warning in args.warnings:
+            logger.warning("settings %s", warning)
         _return_freed_memory()
         descriptors.raise_limit()
         settings = hub.located(settings, settings.model.download)
@@ -160,7 +162,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._cleanup = ExitStack()     # what a stop leaves to remove
-        self._drain_s = settings.server.drain_s     # 0 once told a second time to stop
+        self._shutdown_timeout_s = settings.server.shutdown_timeout_s     # 0 once told a second time to stop
         self._exit_code = 0
         self._announced = False
         family = found.family
@@ -173,7 +175,7 @@ class Daemon:
         self._supervisor = Supervisor(specs, arena.create(arena_bytes, reserved_pages), settings.fleet,
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
         self._seating = PlacementWatcher(self._supervisor, plan)
-        self._admission = Admission(settings.server.requests_max, self._supervisor, self._leases, family)
+        self._admission = Admission(settings.server.max_requests, self._supervisor, self._leases, family)
         self._history = History()
         self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
         self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
@@ -184,7 +186,7 @@ class Daemon:
         self._context = Context(
             config=settings, family=family, prompts=found.prompts, model_name=name, created=int(time.time()),
             pipeline=self._pipeline, history=self._history,
-            admission=self._admission, context_max=self._admission.context_max, states=self._status.states,
+            admission=self._admission, max_model_len=self._admission.max_model_len, states=self._status.states,
             status=self._status.snapshot,
             keys=self._keys, connections=Connections(settings.server), stats=stats, emulated=label)
         self._terminal = terminal.Progress()
@@ -260,17 +262,17 @@ class Daemon:
         """First: stop accepting and let running requests end; again: stop now."""
         if self._stop.is_set():
             logger.warning("epdd stops at once")
-            self._drain_s = 0.0
+            self._shutdown_timeout_s = 0.0
         self._stop.set()
 
     async def _drain(self) -> None:
-        """Let the requests in the house end, within server.drain_s."""
+        """Let the requests in the house end, within server.shutdown_timeout_s."""
         if self._exit_code:
             return      # it never served; its state stays "failed"
         systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.inside} requests still running")
         self._admission.draining = True
         began = time.monotonic()
-        while self._admission.inside and time.monotonic() - began < self._drain_s:
+        while self._admission.inside and time.monotonic() - began < self._shutdown_timeout_s:
             await asyncio.sleep(0.05)
         if self._admission.inside:
             logger.error("epdd stops with requests running count=%s", self._admission.inside)
@@ -290,7 +292,7 @@ class Daemon:
         if self._announced:
             systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
-            fresh, _ = config.load(self._arguments)
+            fresh, args = config.load(self._arguments)
             self._keys.load(fresh.server)
         except ConfigError as error:
             logger.error("reload refused, the old settings stay: %s", error.message)
@@ -299,6 +301,8 @@ class Daemon:
             if self._announced:     # before that it would say that the start is over
                 systemd.notify(READY="1")
         log.setup(fresh.log.level)
+        for warning in args.warnings:
+            logger.warning("settings %s", warning)
         self._reopen()
         self._route(fresh.router)
         # CPUs may have come or gone; settings of placement are those of the start.

@@ -45,10 +45,10 @@ class WorkerSpec:
     huge_pages: bool = True         # for the arena, where the system allows them
     kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
     kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
-    token_budget: int = 512         # PD: tokens a step may hold, prefill and decode together
+    max_batched_tokens: int = 512         # PD: tokens a step may hold, prefill and decode together
     step_s: float = 0.0             # PD: seconds that a step with decoding sequences should take at most; 0: no limit
-    batch_max: int = 64             # PD: sequences that run at once
-    context_max: int = 0            # tokens; 0: what the checkpoint says
+    max_sequences: int = 64             # PD: sequences that run at once
+    max_model_len: int = 0            # tokens; 0: what the checkpoint says
     pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
     gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
     peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
@@ -209,7 +209,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     binding: Binding
     dtype: str                      # of the weights
     kv_tokens: int = 0              # PD: capacity
-    context_max: int = 0            # PD: longest prompt plus answer
+    max_model_len: int = 0            # PD: longest prompt plus answer
     samples: tuple[tuple[int, float], ...] = ()  # encoder warm-up: (patches, seconds)
     backend: str = ""               # encoder: what computes its products
     trials: tuple[Trial, ...] = ()  # encoder: how the backends did, when they were measured

@@ -1,6 +1,6 @@
 """Servers as children of a measuring program: on a free port, with their log kept, ended by process id.
 
-    with launch.Daemon("--model", folder, settings=["pd.batch_max=8"]) as daemon:
+    with launch.Daemon("--model", folder, settings=["pd.max_sequences=8"]) as daemon:
         daemon.ready()
         ask(daemon.url)
 

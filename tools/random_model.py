@@ -42,7 +42,7 @@ class Shape:
     vision_heads: int
     vision_inter: int
     head_dim: int = 64
-    context_max: int = 16384
+    max_model_len: int = 16384
     side_max: int = 2048                # of a square picture, in pixels: larger ones are made smaller
 
 
@@ -86,7 +86,7 @@ def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0, dev
     for name in TOKENIZER:
         shutil.copyfile(DEMO / name, folder / name)
     _write(folder / "tokenizer_config.json",
-           json.loads((DEMO / "tokenizer_config.json").read_text()) | {"model_max_length": shape.context_max})
+           json.loads((DEMO / "tokenizer_config.json").read_text()) | {"model_max_length": shape.max_model_len})
     _write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
                                                "pad_token_id": ids["<|endoftext|>"], "do_sample": False})
     processor = json.loads((DEMO / "preprocessor_config.json").read_text())
@@ -111,7 +111,7 @@ def _config(shape: Shape, ids: dict[str, int]):
             "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.inter,
             "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-            "max_position_embeddings": shape.context_max, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": shape.max_model_len, "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_interleaved": True,
                                 "mrope_section": [shape.head_dim // 2 - 2 * side, side, side]},
             "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]},

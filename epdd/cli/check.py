@@ -37,7 +37,7 @@ def facts(name: str, found: Look) -> dict[str, Any]:
     vision, language = family.parameters
     return {"model": name, "folder": found.folder, "served": True, "family": family.model_type,
             "parameters": {"vision": vision, "language": language}, "dtype": found.dtype,
-            "quantization": found.quantization, "context_max": family.context_max,
+            "quantization": found.quantization, "context_max": family.max_model_len,
             "image_tokens_max": family.rows_max, "files": list(found.files), "file_bytes": found.file_bytes,
             "bytes": {"vision": found.vision_bytes, "language": found.language_bytes},
             "kv_bytes_per_token": _kv_bytes(found), "warnings": list(found.warnings)}
@@ -55,7 +55,7 @@ def lines(name: str, found: Look) -> list[tuple[str, str]]:
             ("memory", f"{size(found.vision_bytes)} for each encoder, {size(found.language_bytes)} for each "
              f"prefill-decode worker, and {size(1000 * _kv_bytes(found))} for 1,000 tokens of KV cache; twice that for "
              "16-bit types on CPUs that compute in float32"),
-            ("context", f"{family.context_max:,} tokens; an image is at most {family.rows_max:,} of them"),
+            ("context", f"{family.max_model_len:,} tokens; an image is at most {family.rows_max:,} of them"),
             ("served", "yes")]
 
 

@@ -15,12 +15,12 @@ from epdd.fleet.supervisor import Supervisor
 class Admission:
     """Counts the requests in the house; knows the limits of the living workers."""
 
-    def __init__(self, requests_max: int, supervisor: Supervisor, leases: Leases, family: ModelInfo) -> None:
-        self._requests_max = requests_max
+    def __init__(self, max_requests: int, supervisor: Supervisor, leases: Leases, family: ModelInfo) -> None:
+        self._max_requests = max_requests
         self._supervisor = supervisor
         self._leases = leases
         self._family = family
-        self._context_max = 0
+        self._max_model_len = 0
         self.inside = 0
         self.draining = False
 
@@ -34,7 +34,7 @@ class Admission:
         if not any(worker.comes_back and worker.was_ready for worker in workers):
             served = any(worker.was_ready for worker in workers)
             raise NoWorker(f"no prefill-decode worker is {'in service' if served else 'ready yet'}")
-        if self.inside >= self._requests_max:
+        if self.inside >= self._max_requests:
             raise Overloaded(f"{self.inside} requests are being served, the limit")
 
     @contextmanager
@@ -47,16 +47,16 @@ class Admission:
         finally:
             self.inside -= 1
 
-    def context_max(self) -> int:
+    def max_model_len(self) -> int:
         """Tokens of prompt and answer that a PD worker can hold; what was last known while none is up."""
-        known = [worker.ready.context_max for worker in self._supervisor.role("pd") if worker.ready is not None]
+        known = [worker.ready.max_model_len for worker in self._supervisor.role("pd") if worker.ready is not None]
         if known:
-            self._context_max = min(known)
-        return self._context_max or self._family.context_max
+            self._max_model_len = min(known)
+        return self._max_model_len or self._family.max_model_len
 
     def check(self, request: Request) -> None:
         """Raises ContextLength or BadRequest if the request could not run even on an idle daemon."""
-        total, limit = len(request.tokens) + request.sampling.max_tokens, self.context_max()
+        total, limit = len(request.tokens) + request.sampling.max_tokens, self.max_model_len()
         if total > limit:
             raise ContextLength(f"This model's maximum context length is {limit} tokens. However, you requested "
                                 f"{total} tokens ({len(request.tokens)} in the messages, "

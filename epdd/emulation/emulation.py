@@ -30,9 +30,10 @@ class Emulation:
         context_max = min(group.context_max for group in self.profile.pd)
         model = self.profile.model
         if model is None:
-            return replace(family, context_max=min(context_max, family.context_max))
+            return replace(family, max_model_len=min(context_max, family.max_model_len))
         return replace(family, patch=model.patch, merge=model.merge, min_pixels=model.min_pixels,
-                       max_pixels=model.max_pixels, hidden=model.hidden, planes=model.planes, context_max=context_max)
+                       max_pixels=model.max_pixels, hidden=model.hidden, planes=model.planes,
+                       max_model_len=context_max)
 
     def pace(self, group: EncoderGroup | PrefillDecodeGroup) -> Pace:
         """For the spec of a worker of this group."""

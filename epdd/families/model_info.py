@@ -52,7 +52,7 @@ class ModelInfo:
     std: tuple[float, ...]
     hidden: int                 # width of a row
     planes: int                 # 1 + deepstack features
-    context_max: int            # tokens
+    max_model_len: int            # tokens
     vocab: int                  # rows of the embedding table: the ids a client may name
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
@@ -121,7 +121,7 @@ def of(config: Fields) -> ModelInfo:
         min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
         hidden=vision.whole(_OUT_HIDDEN[kind], least=1),
         planes=1 + len(vision.wholes("deepstack_visual_indexes")),
-        context_max=text.whole("max_position_embeddings", least=1),
+        max_model_len=text.whole("max_position_embeddings", least=1),
         vocab=text.whole("vocab_size", least=1),
         eos_ids=tuple(dict.fromkeys([*generation.tokens("eos_token_id"), *config.tokens("eos_token_id"),
                                      *text.tokens("eos_token_id")])),

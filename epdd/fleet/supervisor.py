@@ -151,7 +151,7 @@ class Supervisor:
             exit_code = await self._live_once(worker)
             if self.stopping:
                 break
-            well = worker.restarting or worker.was_well(self._config.well_s)
+            well = worker.restarting or worker.was_well(self._config.min_uptime_s)
             failures = 0 if well else failures + 1
             # Clients whose images kill it must not be able to have a worker given up that serves the others.
             in_vain = 0 if well or worker.done > done else in_vain + 1

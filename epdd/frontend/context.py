@@ -53,7 +53,7 @@ class Context:
     pipeline: Pipeline
     history: History                        # is told of answers that end before the pipeline does
     admission: Admission
-    context_max: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
+    max_model_len: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     states: Callable[[], States]            # the same object until something changed; cheap
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     keys: Keys                              # who may use the API; read anew at a reload

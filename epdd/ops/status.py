@@ -98,7 +98,7 @@ class Status:
             "version": __version__, "pid": os.getpid(), "state": state, "why": why,
             "uptime_s": time.monotonic() - self._started, "rss_bytes": resident_bytes(os.getpid()),
             "model": {"name": self._model_name, "path": self._family.folder, "type": self._family.model_type,
-                      "context_max": self._admission.context_max()},
+                      "context_max": self._admission.max_model_len()},
             "emulated": self._emulated,     # null: the devices are real
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],

@@ -38,7 +38,7 @@ def decide(emulation: Emulation, config: Config, family: ModelInfo,
     for i, pd in enumerate(_chosen(profile.pd, config.pd.workers, "pd")):
         specs.append(_spec(emulation, config, family, arena_bytes, pd, f"pd/{i}", gpus,
                            kv_tokens=config.pd.kv_tokens or pd.kv_tokens,
-                           context_max=min(config.model.context_max or pd.context_max, pd.context_max)))
+                           max_model_len=min(config.model.max_model_len or pd.context_max, pd.context_max)))
     return specs, [f"the fleet is emulated: profile {profile.name}, {profile.about}",
                    "emulated workers are bound to nothing; their devices are labels"]
 
@@ -67,6 +67,6 @@ def _spec(emulation: Emulation, config: Config, family: ModelInfo, arena_bytes: 
     fields: dict[str, object] = dict(
         name=name, role=name.partition("/")[0], device="cpu" if group.kind == "cpu" else f"cuda:{next(gpus)}",
         cpus=(), numa_node=None, threads=1, model=family.folder, dtype=config.model.dtype, arena_bytes=arena_bytes,
-        huge_pages=config.arena.huge_pages, token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
-        log_level=config.log.level, pace=emulation.pace(group))
+        huge_pages=config.arena.huge_pages, max_batched_tokens=config.pd.max_batched_tokens,
+        max_sequences=config.pd.max_sequences, log_level=config.log.level, pace=emulation.pace(group))
     return WorkerSpec(**{**fields, **options})  # type: ignore[arg-type]

@@ -97,9 +97,9 @@ def _encoder(spec: WorkerSpec, gpu: Gpu, specs: Sequence[WorkerSpec], topology: 
 
 def _prefill_decode(spec: WorkerSpec, config: Config, family: ModelInfo) -> GpuMemoryShare:
     itemsize = _itemsize(config, family)
-    activations = spec.token_budget * family.hidden * TEXT_BYTES_PER_NUMBER
-    activations += spec.batch_max * family.vocab * LOGIT_BYTES
-    activations += 2 * spec.token_budget * family.hidden * family.planes * itemsize      # images' rows of two steps
+    activations = spec.max_batched_tokens * family.hidden * TEXT_BYTES_PER_NUMBER
+    activations += spec.max_sequences * family.vocab * LOGIT_BYTES
+    activations += 2 * spec.max_batched_tokens * family.hidden * family.planes * itemsize    # images' rows of two steps
     return GpuMemoryShare(weights=family.parameters[1] * itemsize, activations=activations + GRAPH_BYTES,
                           contexts=CONTEXT_BYTES,
                           kv=spec.kv_tokens * family.kv_numbers * itemsize or config.pd.kv_bytes)

@@ -51,8 +51,8 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Mod
     common = WorkerSpec(
         name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
         weights=family.weights, eos_ids=family.eos_ids, dtype=config.model.dtype, arena_bytes=arena_bytes,
-        huge_pages=config.arena.huge_pages, token_budget=config.pd.token_budget, batch_max=config.pd.batch_max,
-        context_max=config.model.context_max, log_level=config.log.level)
+        huge_pages=config.arena.huge_pages, max_batched_tokens=config.pd.max_batched_tokens,
+        max_sequences=config.pd.max_sequences, max_model_len=config.model.max_model_len, log_level=config.log.level)
     slices = arena.slices(arena_bytes, len(encoders))
     made = []
     for i, seat in enumerate(encoders):

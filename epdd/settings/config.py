@@ -20,6 +20,7 @@ from typing import Any
 
 from epdd.errors import ConfigError
 from epdd.settings.arguments import Parser, near
+from epdd.settings.renamed import Names
 from epdd.settings.worker_overrides import ROLES, WorkerOverride, Workers, count, wish
 
 SYSTEM_FILE = Path("/etc/epdd/epdd.toml")
@@ -36,7 +37,7 @@ class ServerSettings:
     api_keys_file: str = ""                 # more keys, one a line
     share_caches: bool = False              # also between API keys
     cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
-    requests_max: int = 256                 # requests in the house; more get 429
+    max_requests: int = 256                 # in flight; more get 429
     body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
     connections_max: int = 4096             # at once; 0: as many as descriptors allow
     head_timeout_s: float = 10.0            # from a connection, or a request's first byte, to its whole head
@@ -44,7 +45,7 @@ class ServerSettings:
     keep_alive_s: float = 75.0              # a connection may stay so long without a request
     timeout_s: float = 600.0                # from the request's arrival to its last token
     strict: bool = False                    # refuse requests with fields nobody knows
-    drain_s: float = 30.0                   # at stop: time for running requests to end
+    shutdown_timeout_s: float = 30.0        # at stop: time for running requests to end
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ModelSettings:
     name: str = ""                          # name in the API; empty: the id, or the folder's name
     aliases: tuple[str, ...] = ()           # other names that requests may use
     dtype: str = "auto"
-    context_max: int = 0                    # tokens; 0: what the checkpoint allows
+    max_model_len: int = 0                  # tokens; 0: what the checkpoint allows
     reasoning: str = "auto"                 # a thinking model's reasoning apart from its answer; off: all is answer
 
 
@@ -78,9 +79,9 @@ class EncoderSettings:
 class PrefillDecodeSettings:
     workers: Workers = Workers("auto")      # likewise; auto: one without GPUs, else as placement says
     threads: int = 0
-    token_budget: int = 512                 # tokens a step may hold
+    max_batched_tokens: int = 512           # tokens a step may hold
     step_s: float = 0.1                     # or as many as take so long, where answers wait for them; 0: no limit
-    batch_max: int = 64                     # sequences that decode together
+    max_sequences: int = 64                 # sequences that decode together
     kv_tokens: int = 0                      # 0: as many as kv_bytes hold
     kv_bytes: int = 0                       # 0: an eighth of memory, at most 8 GiB; on a GPU all that is left
     kv_dtype: str = "auto"                  # of keys and values on CPUs; auto: the weights'
@@ -122,7 +123,7 @@ class FleetSettings:
     backoff_s: float = 0.5                  # before the first restart; doubles
     backoff_max_s: float = 30.0
     failures_max: int = 5                   # deaths one after another, until a worker is given up
-    well_s: float = 30.0                    # in service for so long, a worker is well: its deaths are counted anew
+    min_uptime_s: float = 30.0              # after this time in service a worker's failures count anew
     poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
     stall_s: float = 15.0                   # silence of a worker that stands still: it hangs
@@ -199,17 +200,20 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")      # as browsers 
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None,
          prog: str = "python -m epdd") -> tuple[Config, argparse.Namespace]:
-    """Settings from file, environment and arguments, the later winning.  Raises ConfigError."""
+    """Settings from file, environment and arguments, the later winning.  Raises ConfigError.
+
+    `warnings` of the arguments are lines for the log: settings by former names.
+    """
     args = _parser(prog).parse_args(argv)
     if args.positional and args.model:
         raise ConfigError(f"two models: {args.positional} and --model {args.model}; name one")
     args.model = args.positional or args.model
     environ = os.environ if environ is None else environ
-    config = Config()
+    config, names = Config(), Names()
     path = Path(args.config) if args.config else SYSTEM_FILE
     if args.config or path.is_file():
-        config = from_file(config, path)
-    config = _from_environ(config, environ)
+        config = from_file(config, path, names)
+    config = _from_environ(config, environ, names)
     for option, section, key in (("model", "model", "path"), ("revision", "model", "revision"),
                                  ("host", "server", "host"), ("port", "server", "port"),
                                  ("emulate", "emulation", "profile")):
@@ -219,12 +223,13 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None,
     for item in args.set:
         name, _, value = item.partition("=")
         section, _, key = name.partition(".")
-        config = config.with_values(section, {key: value}, "--set")
+        config = config.with_values(section, names.current(section, {key: value}, "--set"), "--set")
     validate(config)
+    args.warnings = names.warnings
     return config, args
 
 
-def from_file(config: Config, path: Path) -> Config:
+def from_file(config: Config, path: Path, names: Names | None = None) -> Config:
     """`config` with the settings of a TOML file.  Raises ConfigError."""
     try:
         tables = tomllib.loads(path.read_text())
@@ -232,6 +237,7 @@ def from_file(config: Config, path: Path) -> Config:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    names = names or Names()
     worker = tables.pop("worker", [])
     if not isinstance(worker, list):
         raise ConfigError(f"{path}: worker must be [[worker]] tables")
@@ -239,7 +245,7 @@ def from_file(config: Config, path: Path) -> Config:
     for section, values in tables.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a table")
-        config = config.with_values(section, values, str(path))
+        config = config.with_values(section, names.current(section, values, str(path)), str(path))
     return config
 
 
@@ -265,7 +271,8 @@ def validate(config: Config) -> None:
     for origin in config.server.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(f"server.cors_origins has {origin!r}; expected: \"*\" or like \"https://example.com\"")
-    for name in ("server.requests_max", "pd.token_budget", "pd.batch_max", "media.pixels_max", "media.fetches_max"):
+    for name in ("server.max_requests", "pd.max_batched_tokens", "pd.max_sequences", "media.pixels_max",
+                 "media.fetches_max"):
         section, key = name.split(".")
         if getattr(getattr(config, section), key) < 1:
             raise ConfigError(f"{name} must be at least 1")
@@ -288,13 +295,13 @@ def admin_socket(config: Config, port: int) -> Path:
     return runtime_dir() / f"admin-{port}.sock"
 
 
-def _from_environ(config: Config, environ: Mapping[str, str]) -> Config:
+def _from_environ(config: Config, environ: Mapping[str, str], names: Names) -> Config:
     for section in SECTIONS:
         prefix = f"EPDD_{section.upper()}_"
         values = {name[len(prefix):].lower(): value for name, value in environ.items()
                   if name.startswith(prefix)}
         if values:
-            config = config.with_values(section, values, "environment")
+            config = config.with_values(section, names.current(section, values, "environment"), "environment")
     return config
 
 

@@ -108,7 +108,7 @@ class Served:
         image = Image(b"", *PICTURE.size, self._grid(), self._family.rows(self._grid()), "")
         conversation = Conversation([Message("user", [ImageRef("data:", "messages"), "what is this picture"])])
         maker = PromptMaker(self._family, self._found.prompts, EXECUTOR)
-        return asyncio.run(maker.make(conversation, [image], self._family.context_max)).tokens
+        return asyncio.run(maker.make(conversation, [image], self._family.max_model_len)).tokens
 
     def answer(self, prompt: list[int]) -> list[int]:
         """Greedy, end tokens counted as any other."""

@@ -27,7 +27,7 @@ from epdd.families import DEMO
     (["check", "hf://org/name"], 78, "is an address; name the model as org/name"),
     (["check", "nowhere"], 78, "nowhere: no such folder; name a checkpoint's folder, or a model of the Hub as ORG/"),
     (["serve", "--modle", "x"], 78, "unknown option --modle; did you mean --model? (see epdd serve --help)"),
-    (["serve", "--max-model-len=9"], 78, "no option --max-model-len here: --set model.context_max=N"),
+    (["serve", "--max-model-len=9"], 78, "no option --max-model-len here: --set model.max_model_len=N"),
     (["serve", "a", "--model", "b"], 78, "two models: a and --model b; name one"),
     (["serve", "--set", "model.dtpye=x"], 78, "unknown setting model.dtpye; did you mean dtype?"),
     (["serve", "--set", "moddel.dtype=x"], 78, "unknown section [moddel]; did you mean model?")])

@@ -24,7 +24,7 @@ from tests.fleet.fake_worker import fingerprint
 GUARD_S = 400       # a hang: what takes a second has taken more than one minute on a busy machine
 ROWS = 16
 FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
-                   context_max=4096, vocab=1000, eos_ids=(0,))
+                   max_model_len=4096, vocab=1000, eos_ids=(0,))
 FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fleet.fake_worker")
 
 
@@ -90,7 +90,7 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
         fleet.pipeline.fleet_changed()
 
     supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
-    admission = Admission(config.server.requests_max, supervisor, leases, FAMILY)
+    admission = Admission(config.server.max_requests, supervisor, leases, FAMILY)
     history = History()
     encoding = Encoding(supervisor, leases, config, FAMILY, history)
     pipeline = Pipeline(supervisor, leases, encoding, admission, history)

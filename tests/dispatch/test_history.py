@@ -228,7 +228,7 @@ async def test_a_lost_pd_worker_and_the_next():
 
 
 async def test_an_image_that_waits_and_then_is_dropped():
-    config = Config().with_values("fleet", {"backoff_s": 100.0, "well_s": 99.0}, "test")
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "min_uptime_s": 99.0}, "test")
     async with running(encoders=1, config=config) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         worker.process.kill()       # it comes back, but not soon

@@ -266,7 +266,7 @@ async def test_images_wait_for_an_encoder_that_comes_back():
 
 
 async def test_a_request_that_leaves_takes_its_images_out_of_the_queue():
-    config = Config().with_values("fleet", {"backoff_s": 100.0, "well_s": 99.0}, "test")
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "min_uptime_s": 99.0}, "test")
     async with running(encoders=1, config=config) as fleet:
         fleet.supervisor.find("encoder/0").process.kill()       # it comes back, but not soon
         asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i))) for i in range(9)]
@@ -506,7 +506,7 @@ async def test_an_answer_without_a_limit_counts_as_one_of_usual_length():
 
 
 async def test_a_full_arena_whose_requests_all_wait_for_a_prefill_worker_is_emptied_when_it_is_back():
-    config = Config().with_values("fleet", {"backoff_s": 1.0, "well_s": 99.0}, "test")
+    config = Config().with_values("fleet", {"backoff_s": 1.0, "min_uptime_s": 99.0}, "test")
     async with running(encoders=1, arena_bytes=4 * 4096, cache_bytes=0, config=config) as fleet:
         fleet.supervisor.find("pd/0").process.kill()
         asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i, b"%d!" % i))) for i in range(12)]

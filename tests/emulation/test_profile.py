@@ -66,7 +66,7 @@ def test_the_published_set_up():
     assert family.rows(grid) == 2040 and family.embedding_bytes(2040, "bfloat16") == 2040 * 4096 * 4 * 2
     assert (gpu.kind, gpu.count, round(gpu.image_seconds(patches), 3)) == ("gpu", 1, 0.11)
     assert (cpu.kind, cpu.count, round(cpu.image_seconds(patches), 3)) == ("cpu", 4, 1.32)
-    assert sum(pd.count for pd in made.profile.pd) == 4 and family.context_max == 32768
+    assert sum(pd.count for pd in made.profile.pd) == 4 and family.max_model_len == 32768
 
 
 def test_times_of_the_router_table_do_not_go_with_the_size():

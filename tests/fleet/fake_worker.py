@@ -46,7 +46,7 @@ class FakeWorker:
             self.say(Failed("", "bad_model", "no weights here"))
             sys.exit(code)
         samples = ((100, 0.1), (200, 0.2)) if self.spec.role == "encoder" else ()
-        self.say(Ready(affinity.bind(self.spec), "float32", kv_tokens=4096, context_max=2048, samples=samples,
+        self.say(Ready(affinity.bind(self.spec), "float32", kv_tokens=4096, max_model_len=2048, samples=samples,
                        pool=self.pool()))
         life_s, ready_at = self.manners.get("life_s", 1e9), time.monotonic()
         while time.monotonic() < ready_at + life_s:

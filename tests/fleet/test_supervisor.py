@@ -85,7 +85,7 @@ async def test_an_operator_need_not_wait_for_the_next_try():
 
 
 async def test_deaths_of_a_worker_that_was_well_in_between_are_not_added_up():
-    config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 100.0, "well_s": 0.0}, "test")
+    config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 100.0, "min_uptime_s": 0.0}, "test")
     async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         await until(lambda: worker.restarts == 4)           # at once each time

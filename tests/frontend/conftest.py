@@ -71,7 +71,7 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def build_checkpoint(folder: Path, context_max: int = 4096, template: str = TEMPLATE) -> Path:
+def build_checkpoint(folder: Path, max_model_len: int = 4096, template: str = TEMPLATE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -82,7 +82,7 @@ def build_checkpoint(folder: Path, context_max: int = 4096, template: str = TEMP
     (folder / "config.json").write_text(json.dumps({
         "model_type": "qwen2_vl", "image_token_id": ids["<|image_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
-        "text_config": {"max_position_embeddings": context_max, "vocab_size": tokenizer.get_vocab_size() + 20,
+        "text_config": {"max_position_embeddings": max_model_len, "vocab_size": tokenizer.get_vocab_size() + 20,
                         "eos_token_id": ids["<|im_end|>"]},
         "vision_config": {"hidden_size": 64, "patch_size": 14, "temporal_patch_size": 2}}))
     (folder / "preprocessor_config.json").write_text(json.dumps({

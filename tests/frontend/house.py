@@ -182,8 +182,8 @@ async def serve(family: families.ModelInfo, config: Config | None = None) -> Asy
                    "oldest_s": 1.5, "ratio": 6.0, "ratio_set": 6.0, "ratio_measured": None, "budget_cpu": None},
         "arena": {"bytes": 4096, "used_bytes": 1024}, "cache": {"hits": 5, "misses": 2}, "requests": {}}
     context = Context(config=config, family=family, prompts=prompt_files(family), model_name="tiny-vl",
-                      created=1_700_000_000, pipeline=script, admission=door, context_max=lambda: family.context_max,
-                      states=lambda: states_of(status), status=lambda: status, stats=stats,
+                      created=1_700_000_000, pipeline=script, admission=door, states=lambda: states_of(status),
+                      max_model_len=lambda: family.max_model_len, status=lambda: status, stats=stats,
                       history=History(), keys=Keys(config.server), connections=Connections(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)

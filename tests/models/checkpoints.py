@@ -54,7 +54,7 @@ class Size:
     vision_layers: int = 4
     vision_heads: int = 2
     vision_inter: int = 64
-    context_max: int = 4096
+    max_model_len: int = 4096
     max_pixels: int = 28 * 28 * 64
 
 
@@ -98,7 +98,7 @@ def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
     text: dict[str, Any] = {
         "vocab_size": size.vocab, "hidden_size": size.hidden, "intermediate_size": size.inter,
         "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
-        "max_position_embeddings": size.context_max, "rms_norm_eps": 1e-6, "tie_word_embeddings": tie,
+        "max_position_embeddings": size.max_model_len, "rms_norm_eps": 1e-6, "tie_word_embeddings": tie,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
     }
     vision: dict[str, Any] = {"depth": size.vision_layers, "num_heads": size.vision_heads, "spatial_merge_size": 2,

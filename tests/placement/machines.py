@@ -12,7 +12,7 @@ GIB = 1 << 30
 FAMILY = ModelInfo(
     model_type="qwen3_vl", folder="/models/qwen", image_token_id=1, vision_start_id=2, vision_end_id=3, patch=16,
     merge=2, temporal=2, min_pixels=65536, max_pixels=1 << 20, mean=(.5,) * 3, std=(.5,) * 3, hidden=2560, planes=4,
-    context_max=32768, vocab=1000, eos_ids=(4,))
+    max_model_len=32768, vocab=1000, eos_ids=(4,))
 
 
 def machine(cores: Sequence[int], threads: int = 2, gpu_nodes: Sequence[int | None] = (),

@@ -193,10 +193,11 @@ def test_sizes():
 
 
 def test_settings_reach_the_workers():
-    spec = placement.plan(machine([2]), config(model_dtype="bfloat16", model_context_max=2048, pd_token_budget=64,
-                                               pd_batch_max=3, log_level="debug"), FAMILY, ARENA)[-1]
-    assert (spec.model, spec.dtype, spec.context_max) == (FAMILY.folder, "bfloat16", 2048)
-    assert (spec.token_budget, spec.batch_max, spec.log_level) == (64, 3, "debug")
+    spec = placement.plan(machine([2]), config(model_dtype="bfloat16", model_max_model_len=2048,
+                                               pd_max_batched_tokens=64, pd_max_sequences=3, log_level="debug"),
+                          FAMILY, ARENA)[-1]
+    assert (spec.model, spec.dtype, spec.max_model_len) == (FAMILY.folder, "bfloat16", 2048)
+    assert (spec.max_batched_tokens, spec.max_sequences, spec.log_level) == (64, 3, "debug")
 
 
 def test_arena_size():

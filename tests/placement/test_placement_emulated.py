@@ -31,7 +31,7 @@ def test_the_profile_decides_and_nothing_is_bound() -> None:
         ("encoder/0", "cuda:0"), *((f"encoder/{i}", "cpu") for i in range(1, 5)),
         *((f"pd/{i}", f"cuda:{i + 1}") for i in range(4))]
     assert {(spec.cpus, spec.numa_node) for spec in specs} == {((), None)}
-    assert {(spec.kv_tokens, spec.context_max) for spec in specs if spec.role == "pd"} == {(160_000, 32_768)}
+    assert {(spec.kv_tokens, spec.max_model_len) for spec in specs if spec.role == "pd"} == {(160_000, 32_768)}
     assert sum(spec.arena_slice[1] for spec in specs) == 1 << 20
 
 
@@ -61,5 +61,5 @@ def test_tables_of_real_seats_are_refused() -> None:
 
 
 def test_settings_lower_what_the_profile_allows() -> None:
-    pd = [spec for spec in plan("laptop", pd={"kv_tokens": 2048}, model={"context_max": 1024}) if spec.role == "pd"]
-    assert [(spec.kv_tokens, spec.context_max) for spec in pd] == [(2048, 1024)]
+    pd = [spec for spec in plan("laptop", pd={"kv_tokens": 2048}, model={"max_model_len": 1024}) if spec.role == "pd"]
+    assert [(spec.kv_tokens, spec.max_model_len) for spec in pd] == [(2048, 1024)]

@@ -8,6 +8,7 @@ import pytest
 from epdd.errors import ConfigError
 from epdd.settings import config
 from epdd.settings.config import SECTIONS, Config
+from epdd.settings.renamed import RENAMED
 from epdd.settings.worker_overrides import WorkerCount, WorkerOverride, count
 
 REFERENCE = Path(__file__).parents[2] / "etc" / "epdd.toml"
@@ -38,10 +39,10 @@ def test_reference_file_shows_every_setting_at_its_default(tmp_path):
 
 def test_later_sources_win(no_system_file, tmp_path):
     file = tmp_path / "epdd.toml"
-    file.write_text("[server]\nport = 1\nhost = 'a'\nrequests_max = 7\ntimeout_s = 5\n[media]\nallow = ['x', 'y:80']\n")
+    file.write_text("[server]\nport = 1\nhost = 'a'\nmax_requests = 7\ntimeout_s = 5\n[media]\nallow = ['x', 'y:80']\n")
     found = load("--config", str(file), "--port", "3", "--set", "server.timeout_s=9.5", "--model", "/m",
                  EPDD_SERVER_PORT="2", EPDD_SERVER_HOST="b", EPDD_LOG_LEVEL="debug", EPDD_OTHER="x", PATH="/bin")
-    assert (found.server.requests_max, found.server.host, found.server.port, found.server.timeout_s) == (7, "b", 3, 9.5)
+    assert (found.server.max_requests, found.server.host, found.server.port, found.server.timeout_s) == (7, "b", 3, 9.5)
     assert (found.media.allow, found.log.level, found.model.path) == (("x", "y:80"), "debug", "/m")
 
 
@@ -105,7 +106,7 @@ def test_workers_one_by_one(tmp_path):
     ("[[worker]]\nrole = 'pd'\ncpus = 3", "cpus is 3; expected"), ("[[worker]]\nrole = 'pd'\nthreads = -1", "threads"),
     ("[[worker]]\nrole = 'pd'\nnuma_node = true", "numa_node is True; a whole number from 0 expected"),
     ("[pd]\nworkers = 2\n[[worker]]\nrole = 'pd'", "pd.workers is '2', and [[worker]] tables list the pd workers"),
-    ("[pd]\nbatch_max = 0", "pd.batch_max must be at least 1")])
+    ("[pd]\nmax_sequences = 0", "pd.max_sequences must be at least 1")])
 def test_bad_files_name_the_field(tmp_path, toml, words):
     file = tmp_path / "epdd.toml"
     file.write_text(toml)
@@ -122,6 +123,53 @@ def test_bad_files_name_the_field(tmp_path, toml, words):
 def test_bad_arguments_and_environment_name_the_field(no_system_file, argv, environ, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(*argv, **environ)
+
+
+def given(tmp_path, source, **settings):
+    """Arguments and environment that set `section__key` in a file, the environment or --set."""
+    names = {name.replace("__", "."): value for name, value in settings.items()}
+    if source == "file":
+        file = tmp_path / "epdd.toml"
+        tables = {section: [f"{name.partition('.')[2]} = {value}\n" for name, value in names.items()
+                            if name.startswith(f"{section}.")] for section in SECTIONS}
+        file.write_text("".join(f"[{section}]\n{''.join(lines)}" for section, lines in tables.items()))
+        return ["--config", str(file)], {}
+    if source == "environment":
+        return [], {f"EPDD_{name.replace('.', '_').upper()}": str(value) for name, value in names.items()}
+    return [word for name, value in names.items() for word in ("--set", f"{name}={value}")], {}
+
+
+@pytest.mark.parametrize("source", ["file", "environment", "--set"])
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_former_name_works_with_one_warning(no_system_file, tmp_path, old, new, source):
+    argv, environ = given(tmp_path, source, **{old.replace(".", "__"): 17})
+    found, args = config.load([*argv, *(argv if source == "--set" else ())], environ)
+    section, key = new.split(".")
+    assert found == Config().with_values(section, {key: 17}, "test") != Config()
+    assert len(args.warnings) == 1 and old in args.warnings[0] and new in args.warnings[0]
+    argv, environ = given(tmp_path, source, **{new.replace(".", "__"): 17})
+    assert config.load(argv, environ)[1].warnings == []
+
+
+@pytest.mark.parametrize("source", ["file", "environment", "--set"])
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_former_name_beside_the_new_one_is_refused(no_system_file, tmp_path, old, new, source):
+    for both in ((old, new), (new, old)):
+        argv, environ = given(tmp_path, source, **{name.replace(".", "__"): 17 for name in both})
+        with pytest.raises(ConfigError) as refused:
+            config.load(argv, environ)
+        assert all(name in refused.value.message for name in both)
+
+
+def test_a_former_name_in_the_file_beside_the_new_one_in_the_environment_is_refused(no_system_file, tmp_path):
+    argv, _ = given(tmp_path, "file", pd__batch_max=3)
+    with pytest.raises(ConfigError, match=r"pd.batch_max \(.*epdd.toml\) .* pd.max_sequences \(environment\)"):
+        config.load(argv, {"EPDD_PD_MAX_SEQUENCES": "4"})
+
+
+def test_a_value_under_a_former_name_is_refused_by_the_new_one(no_system_file):
+    with pytest.raises(ConfigError, match="--set: pd.max_sequences is 'x'; a whole number expected"):
+        load("--set", "pd.batch_max=x")
 
 
 def test_cache_alone_may_be_negative(no_system_file):

@@ -51,7 +51,7 @@ def test_a_random_model_speaks_for_ever(tmp_path):
 
     folder = str(random_model.build(tmp_path / "model", random_model.SHAPES["tiny"]))
     family = families.load(folder)
-    assert family.rows(family.grid(448, 448)) == 196 and family.context_max == 16384
+    assert family.rows(family.grid(448, 448)) == 196 and family.max_model_len == 16384
     image = checkpoints.picture(64, 64)
     _, grids = checkpoints.pixel_values(folder, [image])
     rows = family.rows(tuple(grids[0].tolist()))

@@ -49,7 +49,7 @@ decode = {a = 0.01}
 kv_tokens = 16777216
 context_max = 1048576
 """
-FREE_PD_SETTINGS = ("pd.token_budget=1048576", "pd.batch_max=256")
+FREE_PD_SETTINGS = ("pd.max_batched_tokens=1048576", "pd.max_sequences=256")
 
 
 def profile(fleet: Sequence[Encoder], scale: float) -> str:

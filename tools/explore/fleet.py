@@ -164,7 +164,7 @@ class Process:
         self.ready = True
         seconds = self._manners.encode_s
         samples = ((64, seconds), (128, 2 * seconds)) if self.spec.role == "encoder" else ()
-        self._say(Ready(Binding((), (), 1), "float32", kv_tokens=4096, context_max=4096, samples=samples))
+        self._say(Ready(Binding((), (), 1), "float32", kv_tokens=4096, max_model_len=4096, samples=samples))
 
     def _say(self, message: FromWorker) -> None:
         self.outbox.append(message)

@@ -32,8 +32,8 @@ def prompts(folder: str) -> list[pd.Prompt]:
 
 def answers(check: Check, folder: str, dtype: str, **more: Any) -> list[list[int]]:
     """All prompts at once, through recorded decode steps where the device has them."""
-    bench = pd.Bench(folder, make=check.engine(), device="cpu" if check.cpu else "cuda:0", dtype=dtype, token_budget=64,
-                     batch_max=8, **more)
+    bench = pd.Bench(folder, make=check.engine(), device="cpu" if check.cpu else "cuda:0", dtype=dtype,
+                     max_batched_tokens=64, max_sequences=8, **more)
     bench.engine.warm_up(lambda done: None)
     for i, prompt in enumerate(prompts(folder)):
         bench.submit(str(i), prompt, max_tokens=ANSWER_TOKENS)

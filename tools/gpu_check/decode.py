@@ -17,7 +17,7 @@ def measure(check: Check) -> None:
     rate = copy_rate(check)
     check.row("memory", rate / 1e9, "GB/s", "copied on the device, read and written")
     bench = pd.Bench(str(check.checkpoint), make=check.engine(), device="cpu" if check.cpu else "cuda:0",
-                     dtype=check.dtype, token_budget=2048 if not check.cpu else 64, batch_max=max(batches),
+                     dtype=check.dtype, max_batched_tokens=2048 if not check.cpu else 64, max_sequences=max(batches),
                      kv_tokens=max(batches) * 1024, prefix_cache=False)
     began = time.perf_counter()
     bench.engine.warm_up(lambda done: None)

@@ -24,7 +24,7 @@ from tools import random_model
 # Qwen3-VL-8B at its true widths with 16 of its 36 language layers: 3.1 billion parameters and 0.6 of output rows.
 # Its vision tower is whole.
 TRUE_SIZE = random_model.Shape(
-    hidden=4096, layers=16, heads=32, kv_heads=8, inter=12288, vocab=151936, head_dim=128, context_max=65536,
+    hidden=4096, layers=16, heads=32, kv_heads=8, inter=12288, vocab=151936, head_dim=128, max_model_len=65536,
     vision_hidden=1152, vision_layers=27, vision_heads=16, vision_inter=4304)
 SMALL = replace(random_model.SHAPES["tiny"], side_max=512)
 PICTURE_TFLOP = {"448 px": 0.79, "1080p": 15.7}         # of that tower: docs/benchmarks/encoder.md

@@ -19,7 +19,7 @@ QUESTION = "What do these pictures show?"
 
 def measure(check: Check) -> None:
     workers = ("encoder.workers=cpu:1", "pd.workers=cpu:1") if check.cpu else (
-        "encoder.workers=gpu:1,cpu:1", "pd.workers=gpu:1", "pd.token_budget=2048", f"arena.bytes={4 << 30}")
+        "encoder.workers=gpu:1,cpu:1", "pd.workers=gpu:1", "pd.max_batched_tokens=2048", f"arena.bytes={4 << 30}")
     with launch.Daemon("--model", str(check.checkpoint), settings=workers) as daemon:
         check.row("start", daemon.ready(), "s", "from nothing to ready")
         everybody(daemon)

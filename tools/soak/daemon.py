@@ -23,7 +23,7 @@ policy = "earliest"
 
 [fleet]
 # Faults come faster here than in life, and none of them comes of the work.
-well_s = 1.0
+min_uptime_s = 1.0
 stall_s = 5.0
 poison_s = 5.0
 """

@@ -269,8 +269,8 @@ def _call(begun: CallDelta) -> _Json:
     return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": begun.arguments}}
 
 
-def model_card(name: str, root: str, created: int, context_max: int, emulated: _Json | None) -> _Json:
+def model_card(name: str, root: str, created: int, max_model_len: int, emulated: _Json | None) -> _Json:
     """An entry of /v1/models; benchmark clients read `root`, the name that `name` is an alias of, too."""
     return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": root, "parent": None,
-            "max_model_len": context_max, "input_modalities": ["text", "image"],
+            "max_model_len": max_model_len, "input_modalities": ["text", "image"],
             **({} if emulated is None else {"emulated": emulated})}

@@ -47,7 +47,7 @@ class ChatCompletions(Completions):
             held = await stack.enter_async_context(
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels, salt))
             prompt, sampling = await self._ready(
-                await self._prompts.make(conversation, held.images, context.context_max()), chat)
+                await self._prompts.make(conversation, held.images, context.max_model_len()), chat)
             request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
                               spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,
                               client_id=request_ids.client(http), whole=not chat.stream, salt=salt,

@@ -112,9 +112,9 @@ class Completions(ABC):
 
     async def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
         """The prompt as it is sent, and how it is answered.  Raises BadRequest or ContextLength."""
-        context_max = self._context.context_max()
-        prompt = prompt.cut(options.truncate, options.sampling, context_max)
-        sampling = prompt.limit(options.sampling, context_max)
+        max_model_len = self._context.max_model_len()
+        prompt = prompt.cut(options.truncate, options.sampling, max_model_len)
+        sampling = prompt.limit(options.sampling, max_model_len)
         if options.bad_words:
             steps = await asyncio.get_running_loop().run_in_executor(
                 self._executor, bad_words.steps, options.bad_words, self._vocabulary)
@@ -258,7 +258,7 @@ async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args:
 
 def limits_of(context: Context) -> InlineLimits:
     """What a body may hold."""
-    return InlineLimits.of(context.family.context_max, context.config.media.file_bytes_max)
+    return InlineLimits.of(context.family.max_model_len, context.config.media.file_bytes_max)
 
 
 def deadline_of(context: Context) -> float:

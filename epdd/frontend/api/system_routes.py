@@ -67,7 +67,7 @@ class SystemRoutes:
 
     def _card(self, name: str) -> dict[str, Any]:
         context = self._context
-        return model_card(name, context.model_name, context.created, context.context_max(), context.emulated)
+        return model_card(name, context.model_name, context.created, context.max_model_len(), context.emulated)
 
 
 def _probes(states: States) -> list[tuple[int, bytes]]:

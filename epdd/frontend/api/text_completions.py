@@ -90,7 +90,7 @@ class TextCompletions(Completions):
             parts, chars = [], sum(len(text) for text in texts if isinstance(text, str))
             for index, text in enumerate(texts):
                 prompt, sampling = await self._ready(
-                    await self._prompts.plain(text, context.context_max(), chars) if isinstance(text, str)
+                    await self._prompts.plain(text, context.max_model_len(), chars) if isinstance(text, str)
                     else Prompt(text, param="prompt"), options)
                 # One prompt goes by the answer's own id.
                 name = own if len(texts) == 1 else f"{own}-{index}"

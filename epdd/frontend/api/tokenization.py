@@ -47,7 +47,7 @@ class TokenRoutes:
             prompt = await self._prompt(asked, stack)
             texts = await off_loop(self._executor, len(prompt.tokens), self._texts, prompt.tokens) \
                 if asked.return_token_strs else None
-            return _json(Tokenized(count=len(prompt.tokens), max_model_len=self._context.context_max(),
+            return _json(Tokenized(count=len(prompt.tokens), max_model_len=self._context.max_model_len(),
                                    tokens=prompt.tokens, token_strs=texts))
 
     async def detokenize(self, http: web.Request) -> web.Response:
@@ -63,15 +63,15 @@ class TokenRoutes:
             return _json(Detokenized(await loop.run_in_executor(self._executor, self._text, tokens)))
 
     async def _prompt(self, asked: TokenizeBody, stack: AsyncExitStack) -> Prompt:
-        context_max = self._context.context_max()
+        max_model_len = self._context.max_model_len()
         if asked.prompt is not None:
-            return await self._prompts.plain(asked.prompt, context_max)
+            return await self._prompts.plain(asked.prompt, max_model_len)
         structure = await off_loop(self._executor, INLINE_BYTES + 1 if asked.tools else 0, structured_output.parse,
                                    msgspec.structs.asdict(asked))
         said = conversation(asked, structure.tools)
         low, high = completion_requests.pixels(asked.mm_processor_kwargs, self._context.family)
         held = await stack.enter_async_context(self._media.images(said.images, low, high))
-        return await self._prompts.make(said, held.images, context_max)
+        return await self._prompts.make(said, held.images, max_model_len)
 
     def _texts(self, tokens: list[int]) -> list[str]:
         return [self._prompts.tokenizer.id_to_token(token) or "" for token in tokens]

@@ -169,7 +169,7 @@ REFUSED: dict[str, Refused] = {
             "grammar_lazy", "grammar_triggers", "preserved_tokens"),
     **_rows("a session's messages are sent again", "SGLang", "session_params"),
     **_rows("requests are not kept", "OpenAI (Responses)", "background"),
-    **_rows("give the context its length with model.context_max", "OpenAI (Responses)", "truncation",
+    **_rows("give the context its length with model.max_model_len", "OpenAI (Responses)", "truncation",
             same=("disabled",)),
     **_rows("nothing is searched", "OpenAI", "web_search_options", same=()),
 }
@@ -224,6 +224,6 @@ HARMLESS: dict[str, tuple[str, str]] = {
     "keep_alive": ("Ollama", "the model stays loaded"),
     "num_thread": ("Ollama", "placement decides"),
     "num_gpu": ("Ollama", "placement decides"),
-    "num_batch": ("Ollama", "`pd.token_budget` decides"),
+    "num_batch": ("Ollama", "`pd.max_batched_tokens` decides"),
     "use_mmap": ("Ollama", "how weights are loaded changes no token"),
 }

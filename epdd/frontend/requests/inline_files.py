@@ -32,9 +32,9 @@ class InlineLimits:
     file_bytes: int = 32 << 20              # of an image file
 
     @classmethod
-    def of(cls, context_max: int, file_bytes: int) -> InlineLimits:
+    def of(cls, max_model_len: int, file_bytes: int) -> InlineLimits:
         """For a model of such a context, in tokens."""
-        return cls(min(max(TEXT_BYTES, TOKEN_BYTES * context_max), TEXT_BYTES_MAX), file_bytes)
+        return cls(min(max(TEXT_BYTES, TOKEN_BYTES * max_model_len), TEXT_BYTES_MAX), file_bytes)
 
 
 @dataclass

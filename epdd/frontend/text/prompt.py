@@ -42,11 +42,11 @@ class Prompt:
     param: str = "messages"     # what the request calls it
     thinking: Thinking | None = None    # how its answer may think
 
-    def limit(self, sampling: Sampling, context_max: int) -> Sampling:
+    def limit(self, sampling: Sampling, max_model_len: int) -> Sampling:
         """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
-        room = context_max - len(self.tokens)
+        room = max_model_len - len(self.tokens)
         if room < 1:
-            raise _too_long(context_max, str(len(self.tokens)), self.param)
+            raise _too_long(max_model_len, str(len(self.tokens)), self.param)
         # A max_tokens beyond the context is a client's way to say "all there is".
         most = min(sampling.max_tokens or room, room)
         sampling = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
@@ -56,13 +56,13 @@ class Prompt:
         return msgspec.structs.replace(sampling, think_end_id=ids.end,
                                        think_start_id=-1 if self.thinking.begun else ids.start)
 
-    def cut(self, truncate: int, sampling: Sampling, context_max: int) -> Prompt:
+    def cut(self, truncate: int, sampling: Sampling, max_model_len: int) -> Prompt:
         """Its last `truncate` tokens; -1: as many as leave room for the answer, at least one; 0: all.
 
         Raises BadRequest if that would cut an image away.
         """
         if truncate < 0:
-            truncate = max(1, context_max - (sampling.max_tokens or 1))
+            truncate = max(1, max_model_len - (sampling.max_tokens or 1))
         first = len(self.tokens) - truncate
         if not truncate or first <= 0:
             return self
@@ -95,35 +95,35 @@ class PromptMaker:
         self._template = Template(files.template, "".join(text[token] for token in _family_ids(family)))
         self._think_tokens = think_tokens(self.tokenizer, files.template.source) if reasoning else None
 
-    async def make(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
+    async def make(self, conversation: Conversation, images: Sequence[Image], max_model_len: int) -> Prompt:
         """`images` in the order of `conversation.images`.  Raises BadRequest or ContextLength."""
         if _small(conversation):
-            return self._made(conversation, images, context_max)
+            return self._made(conversation, images, max_model_len)
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._made, conversation, images, context_max)
+            self._executor, self._made, conversation, images, max_model_len)
 
-    def _made(self, conversation: Conversation, images: Sequence[Image], context_max: int) -> Prompt:
+    def _made(self, conversation: Conversation, images: Sequence[Image], max_model_len: int) -> Prompt:
         text = self._template.render(conversation, self._shielded)
-        self._check(text, context_max, "messages")
-        return self._tokenise(text, images, context_max)
+        self._check(text, max_model_len, "messages")
+        return self._tokenise(text, images, max_model_len)
 
-    async def plain(self, text: str, context_max: int, all_chars: int = 0) -> Prompt:
+    async def plain(self, text: str, max_model_len: int, all_chars: int = 0) -> Prompt:
         """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
         their placeholders stay text.  `all_chars`: of all the request's prompts.  Raises ContextLength."""
-        self._check(text, context_max, "prompt")
+        self._check(text, max_model_len, "prompt")
         if max(len(text), all_chars) < _INLINE_CHARS:
-            return self._tokenise_plain(text, context_max)
+            return self._tokenise_plain(text, max_model_len)
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._tokenise_plain, text, context_max)
+            self._executor, self._tokenise_plain, text, max_model_len)
 
-    def _check(self, text: str, context_max: int, param: str) -> None:
+    def _check(self, text: str, max_model_len: int, param: str) -> None:
         # One token holds so many characters at most: far too long a text is not worth the tokenising.
         least = len(text) // self._chars_max
-        if least > context_max:
-            raise _too_long(context_max, f"at least {least}", param)
+        if least > max_model_len:
+            raise _too_long(max_model_len, f"at least {least}", param)
 
-    def _tokenise(self, text: str, images: Sequence[Image], context_max: int) -> Prompt:
-        pieces = self._pieces(self._split, text, context_max, "messages")
+    def _tokenise(self, text: str, images: Sequence[Image], max_model_len: int) -> Prompt:
+        pieces = self._pieces(self._split, text, max_model_len, "messages")
         controls = [self._controls[piece] for piece in pieces[1::2]]
         if controls.count(self._image) != len(images):
             raise BadRequest("The model's chat template cannot show every image of these messages; "
@@ -142,7 +142,7 @@ class PromptMaker:
             tokens += run.ids
         return Prompt(tokens, spans, thinking=thinking(self._think_tokens, text))
 
-    def _pieces(self, split: re.Pattern[str], text: str, context_max: int, param: str) -> list[str]:
+    def _pieces(self, split: re.Pattern[str], text: str, max_model_len: int, param: str) -> list[str]:
         """Run, control, run, control, ..., run.  In steps: a search holds the interpreter, and a long text at once
         would stop the event loop."""
         pieces, begun, at = list[str](), 0, 0
@@ -155,12 +155,12 @@ class PromptMaker:
                 continue
             pieces += text[begun:found.start()], found[0]
             begun = at = found.end()
-            if len(pieces) > 2 * context_max:
-                raise _too_long(context_max, f"at least {len(pieces) // 2}", param)
+            if len(pieces) > 2 * max_model_len:
+                raise _too_long(max_model_len, f"at least {len(pieces) // 2}", param)
         return [*pieces, text[begun:]]
 
-    def _tokenise_plain(self, text: str, context_max: int) -> Prompt:
-        pieces = self._pieces(self._split_plain, text, context_max, "prompt")
+    def _tokenise_plain(self, text: str, max_model_len: int) -> Prompt:
+        pieces = self._pieces(self._split_plain, text, max_model_len, "prompt")
         runs = self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
         tokens: list[int] = list(runs[0].ids)
         for piece, run in zip(pieces[1::2], runs[1:]):
@@ -208,6 +208,6 @@ def _longest_token(vocabulary: Tokenizer) -> int:
     return max(len(vocabulary.id_to_token(token) or "") for token in range(vocabulary.get_vocab_size()))
 
 
-def _too_long(context_max: int, have: str, param: str) -> ContextLength:
-    return ContextLength(f"This model's maximum context length is {context_max} tokens. However, your {param} resulted "
-                         f"in {have} tokens. Please reduce the length of the {param}.", param=param)
+def _too_long(max_model_len: int, have: str, param: str) -> ContextLength:
+    return ContextLength(f"This model's maximum context length is {max_model_len} tokens. However, your {param} "
+                         f"resulted in {have} tokens. Please reduce the length of the {param}.", param=param)

@@ -102,8 +102,8 @@ class RowsEngine(RequestTracker[RowsRequest]):
         pace, _ = pd_pace(spec)
         self._family, self._dtype = _family(spec.model, pace.model)
         self._text = pace.text
-        self._scheduler: Scheduler[RowsRequest] = Scheduler(spec.kv_tokens, spec.token_budget, spec.batch_max)
-        self._context_max = min(spec.context_max, self._scheduler.capacity)
+        self._scheduler: Scheduler[RowsRequest] = Scheduler(spec.kv_tokens, spec.max_batched_tokens, spec.max_sequences)
+        self._max_model_len = min(spec.max_model_len, self._scheduler.capacity)
         self._requests: dict[str, RowsRequest] = {}
         self._steps = 0
         self.load = NOTHING
@@ -131,15 +131,15 @@ class RowsEngine(RequestTracker[RowsRequest]):
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), 1), dtype=self._dtype, kv_tokens=self._scheduler.capacity,
-                          context_max=self._context_max)
+                          max_model_len=self._max_model_len)
 
     def _request(self, message: wire.Generate, raw: bytes) -> RowsRequest:
         sampling, tokens = message.sampling, array("i", raw).tolist()
         if not tokens or sampling.max_tokens < 1:
             raise BadRequest("a prompt and max_tokens must be at least 1 token")
         total = len(tokens) + sampling.max_tokens
-        if total > self._context_max:
-            raise ContextLength(f"prompt and answer of {total} tokens are over the limit of {self._context_max}")
+        if total > self._max_model_len:
+            raise ContextLength(f"prompt and answer of {total} tokens are over the limit of {self._max_model_len}")
         for span in message.spans:
             if set(tokens[span.start:span.start + span.rows]) != {self._family.image_token_id}:
                 raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) are not all placeholders")

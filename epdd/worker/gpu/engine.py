@@ -41,7 +41,7 @@ class GpuEngine(Engine):
         if spec.gpu_bytes:
             self._gpu.limit(spec.gpu_bytes)
         super().__init__(replace(spec, device=str(self._gpu.torch)), arena, send, headroom)
-        self._sizes_max = min(spec.batch_max, spec.token_budget)
+        self._sizes_max = min(spec.max_sequences, spec.max_batched_tokens)
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
         self._stream = self._gpu.stream(urgent=True)
@@ -75,7 +75,7 @@ class GpuEngine(Engine):
         if self._kernel is not None:
             with torch.inference_mode(), self._gpu.using(self._stream):
                 self._graphs = Graphs(self._decoded, self._kernel, self._gpu.capture, self._sizes_max,
-                                      self.context_max, self._device, self._gpu.pinned)
+                                      self.max_model_len, self._device, self._gpu.pinned)
                 self._gpu.synchronise()
             log.info("decode graphs for %s sequences", ", ".join(map(str, self._graphs.sizes)) or "no number of")
         progress(1.0)
@@ -100,7 +100,7 @@ class GpuEngine(Engine):
         plan = flash.plan(layout, self._kernel, self._put) if self._kernel else attention.plan(layout, self._device)
         hidden = self._hidden(embeds, numbers[1:], plan, **splice(batch, embeds))
         wanted = batch_inputs.wanted(batch)
-        ask_ahead(batch, self._scheduler.token_budget)
+        ask_ahead(batch, self._scheduler.max_batched_tokens)
         if wanted:
             return self._read(*self._best(hidden[self._put(torch.tensor(wanted))]))
         self._gpu.synchronise(self._stream)

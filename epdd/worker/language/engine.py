@@ -64,10 +64,10 @@ class Engine(RequestTracker[PromptSequence]):
         named = inspect.signature(self._text.forward).parameters
         self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
         self._constraints = Constraints(spec.model, self._head.out_features, self._family.eos_ids)
-        context = min(spec.context_max or self._family.context_max, self._family.context_max)
+        context = min(spec.max_model_len or self._family.max_model_len, self._family.max_model_len)
         kv_dtype = kv_cache.pick_dtype(spec, self.dtype)
         kv_tokens = kv_cache.tokens(spec, self._text.config, kv_dtype, context)
-        self.context_max = min(context, kv_tokens)
+        self.max_model_len = min(context, kv_tokens)
         try:
             self._pool = kv_cache.KVPool(self._text.config, kv_tokens, kv_dtype, self._device)
         except RuntimeError:    # torch has no class of its own for it on CPUs
@@ -76,8 +76,8 @@ class Engine(RequestTracker[PromptSequence]):
         self._kernels = self._exchange(spec.name)
         self._head = self.model.get_output_embeddings()
         self._caches = spec.prefix_cache
-        self._scheduler: Scheduler[PromptSequence] = Scheduler(kv_tokens, spec.token_budget, spec.batch_max, headroom,
-                                                               self._begin)
+        self._scheduler: Scheduler[PromptSequence] = Scheduler(kv_tokens, spec.max_batched_tokens, spec.max_sequences,
+                                                               headroom, self._begin)
         self._beside = PrefillBudget(spec.step_s)
         self._requests: dict[str, PromptSequence] = {}
         self._steps = 0
@@ -109,7 +109,7 @@ class Engine(RequestTracker[PromptSequence]):
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """One full prefill step and a decode step, so that first-use costs are paid before Ready."""
         send, self._send = self._send, lambda message: None
-        count = max(1, min(self._scheduler.token_budget, self.context_max - 2))
+        count = max(1, min(self._scheduler.max_batched_tokens, self.max_model_len - 2))
         warm = wire.Generate("warm-up", (), wire.Sampling(max_tokens=2, temperature=0.0, ignore_eos=True))
         self.submit(warm, np.zeros(count, np.int32).tobytes())
         while self.busy:
@@ -118,7 +118,7 @@ class Engine(RequestTracker[PromptSequence]):
         self._pool.forget()
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), torch.get_num_threads()), dtype=load.dtype_name(self.dtype),
-                          kv_tokens=self._scheduler.capacity, context_max=self.context_max,
+                          kv_tokens=self._scheduler.capacity, max_model_len=self.max_model_len,
                           parameters=self._parameters,
                           warning=native.advice() if self._device.type == "cpu" else "")
 
@@ -147,9 +147,9 @@ class Engine(RequestTracker[PromptSequence]):
             raise BadRequest(f"token ids must lie in 0..{vocab - 1}")
         if s.max_tokens < 1:
             raise BadRequest("max_tokens must be at least 1", param="max_tokens")
-        if len(tokens) + s.max_tokens > self.context_max:
+        if len(tokens) + s.max_tokens > self.max_model_len:
             raise ContextLength(f"prompt of {len(tokens)} and answer of {s.max_tokens} tokens are over "
-                                f"the limit of {self.context_max}")
+                                f"the limit of {self.max_model_len}")
         images = self._images(message.spans, tokens)
         positions, delta = self._positions(tokens, message.spans)
         content = batch_inputs.content(tokens, message.spans, message.salt) if self._caches else ()

@@ -46,7 +46,7 @@ def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int)
     """
     each = bytes_per_token(config, dtype)
     count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + BLOCK_SIZE))
-    count = min(count, spec.batch_max * (context + BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE
+    count = min(count, spec.max_sequences * (context + BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE
     if count < BLOCK_SIZE:
         raise ModelError(f"KV cache of {count} tokens is too small; {BLOCK_SIZE} tokens take {BLOCK_SIZE * each} bytes")
     return count

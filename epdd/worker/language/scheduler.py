@@ -61,7 +61,7 @@ class Scheduler(Generic[S]):
     """Waiting and running sequences, of one tenant each oldest first, but for two things: a pinned one may run on while
     an older one waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
 
-    def __init__(self, kv_tokens: int, token_budget: int, batch_max: int, headroom: int = HEADROOM_TOKENS,
+    def __init__(self, kv_tokens: int, max_batched_tokens: int, max_sequences: int, headroom: int = HEADROOM_TOKENS,
                  begin: Callable[[S], int] = lambda sequence: 0) -> None:
         """`begin(sequence)` makes its memory real when it is admitted; how many of its tokens are there already."""
         self.capacity = kv_tokens // BLOCK_SIZE * BLOCK_SIZE
@@ -69,9 +69,9 @@ class Scheduler(Generic[S]):
         self.waiting: deque[S] = deque()
         self.running: list[S] = []
         self.preempted = 0
-        self.token_budget = token_budget
+        self.max_batched_tokens = max_batched_tokens
         # Each running sequence gets at least one token a step, or it would hold memory for nothing.
-        self._batch_max = min(batch_max, token_budget)
+        self._max_sequences = min(max_sequences, max_batched_tokens)
         self._headroom = headroom
         self._begin = begin
 
@@ -96,7 +96,7 @@ class Scheduler(Generic[S]):
         `beside`: prompt tokens, at most, where anybody decodes.
         """
         batch: Batch[S] = Batch()
-        left = self.token_budget
+        left = self.max_batched_tokens
         for sequence in [s for s in self.running if s.pending == 1]:
             if sequence.reserved and self._grow(sequence, batch):
                 batch.chunks.append((sequence, 1))
@@ -123,7 +123,7 @@ class Scheduler(Generic[S]):
         return count
 
     def _admit(self, sequence: S) -> bool:
-        if len(self.running) >= self._batch_max or not self._reserve(sequence, self._ahead(sequence)):
+        if len(self.running) >= self._max_sequences or not self._reserve(sequence, self._ahead(sequence)):
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)

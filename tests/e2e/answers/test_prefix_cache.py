@@ -16,7 +16,7 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def daemon(model):
-    with running(model, encoder__workers=1, pd__token_budget=64) as daemon:
+    with running(model, encoder__workers=1, pd__max_batched_tokens=64) as daemon:
         yield daemon.ready()
 
 

@@ -88,7 +88,7 @@ BYTE_OF = byte_table()
 @pytest.mark.parametrize("family", [*checkpoints.FAMILIES, "demo"])
 def test_greedy_tokens_are_those_of_generate(family, checkpoint):
     model = DEMO if family == "demo" else checkpoint(family)
-    with running(model, encoder__workers=2, pd__token_budget=96) as daemon:
+    with running(model, encoder__workers=2, pd__max_batched_tokens=96) as daemon:
         daemon.ready()
         for kind in ("text", "one", "eight", "between"):
             check(daemon, model, kind, 1)

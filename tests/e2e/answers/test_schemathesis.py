@@ -22,7 +22,7 @@ CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conform
 @pytest.mark.skipif(not PROGRAM, reason="schemathesis is not installed (EPDD_SCHEMATHESIS names the program)")
 def test_no_fault_and_no_answer_that_is_not_described(tmp_path):
     # A short context: requests that say nothing of max_tokens generate all that is left of it.
-    with running(model__context_max=160, media__fetch="off") as daemon:
+    with running(model__max_model_len=160, media__fetch="off") as daemon:
         daemon.ready()
         before = daemon.at_rest()
         command = [PROGRAM, "run", daemon.url("/openapi.json"), "--checks", ",".join(CHECKS), "--phases",

@@ -141,7 +141,7 @@ def test_weights_cut_short_before_the_start_end_it_at_once(tmp_path):
 
 
 def test_sigterm_under_load_ends_within_the_limit_and_breaks_with_an_error():
-    with running(**LIGHT, server__drain_s=1) as daemon:
+    with running(**LIGHT, server__shutdown_timeout_s=1) as daemon:
         daemon.ready()
         told = asyncio.run(stopped(daemon))
         assert daemon.process.wait(60) == 0

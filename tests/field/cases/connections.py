@@ -150,7 +150,7 @@ async def bodies(house: House) -> None:
 
 
 @case("D46", "half requests", "20 times silent, half a head, half a body, a byte now and then",
-      "closed, 408, 408; others are served meanwhile; nothing counts against server.requests_max",
+      "closed, 408, 408; others are served meanwhile; nothing counts against server.max_requests",
       policy="who is silent is closed without a word, who began is told (408)", daemon="small")
 async def half_requests(house: House) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n".encode()

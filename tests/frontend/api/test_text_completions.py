@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_cancels_every_prompt(house: House) -> None:
     await settle(lambda: house.script.closed == 4 and house.door.inside == 0)
 
 
-@hosted(model={"context_max": 0})
+@hosted(model={"max_model_len": 0})
 async def test_a_prompt_over_the_context(house: House) -> None:
     answer = await post(house, prompt=[5] * 5000)
     error = (await answer.json())["error"]

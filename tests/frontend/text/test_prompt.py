@@ -56,12 +56,12 @@ def image(rows: int) -> Image:
 
 
 def make(maker: PromptMaker, family: families.ModelInfo, messages: Any, rows: tuple[int, ...] = (),
-         context_max: int = 4096, **fields: Any) -> Prompt:
+         max_model_len: int = 4096, **fields: Any) -> Prompt:
     sent = [{**message, "content": [PIXEL if part.get("type") == "image" else part for part in message["content"]]}
             if isinstance(message["content"], list) else message for message in messages]
     conversation = completion_requests.parse(orjson.dumps({"messages": sent, **fields}), family, "tiny-vl")[1]
     images = [image(count) for count in rows or (1,) * len(conversation.images)]
-    return asyncio.run(maker.make(conversation, images, context_max))
+    return asyncio.run(maker.make(conversation, images, max_model_len))
 
 
 def test_ids_are_those_of_transformers(maker: PromptMaker, family: families.ModelInfo) -> None:

@@ -34,7 +34,7 @@ class World:
         monkeypatch.setattr(paced.time, "sleep", self.wait)
         role = "encoder" if isinstance(group, EncoderGroup) else "pd"
         pace = Pace(answers="rows", scale=scale, seed=0, group=group, model=MODEL, text=TEXT)
-        spec = pd.spec(str(DEMO), role, pace=pace, context_max=2048, **options)
+        spec = pd.spec(str(DEMO), role, pace=pace, max_model_len=2048, **options)
         self.role: Any = (EmulatedEncoder if role == "encoder" else EmulatedEngine)(
             spec, self.mapping, lambda message: self.said.append((self.now, message)), self.wait,
             Clock(scale, lambda: self.now))
@@ -203,7 +203,7 @@ def test_a_lease_with_another_images_rows_fails_its_request_only(monkeypatch: py
 def test_leases_are_read_until_prefilled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 6 tokens a step the second image is read in the third; overwritten before that, it is noticed."""
     for overwritten in (False, True):
-        world = World(monkeypatch, decoders(), token_budget=6)
+        world = World(monkeypatch, decoders(), max_batched_tokens=6)
         encoded(world, b"one", b"two")
         world.generate("a", images=(b"one", b"two"))
         while world.now < 0.15:
@@ -220,7 +220,7 @@ def test_leases_are_read_until_prefilled_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, decoders(), token_budget=40, latency_s=0.003)
+    world = World(monkeypatch, decoders(), max_batched_tokens=40, latency_s=0.003)
     world.generate("a", prompt=100, max_tokens=3, ignore_eos=True)
     world.run()
     # Chunks of 40, 40 and 20 tokens at 100 a second; the last gives the first token; then two decode steps of one.
@@ -230,7 +230,7 @@ def test_steps_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_prompts_are_mixed_into_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, decoders(), token_budget=20)
+    world = World(monkeypatch, decoders(), max_batched_tokens=20)
     world.generate("a", prompt=10, max_tokens=50, ignore_eos=True)
     while not world.tokens("a"):
         world.role.step()

@@ -27,7 +27,7 @@ def bench(folder: str, device: FakeDevice | None = None, kernels: dict[str, flas
           **options: Any) -> pd.Bench:
     device = device or FakeDevice()
     made = pd.Bench(folder, make=partial(GpuEngine, device=device, kernels=kernels),  # type: ignore[arg-type]
-                    **({"batch_max": 8} | options))
+                    **({"max_sequences": 8} | options))
     if warm:
         made.engine.warm_up(lambda done: None)
     return made
@@ -52,7 +52,7 @@ def test_the_same_tokens_as_on_cpus(checkpoint: Callable[..., str], family: str,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(family)
     sizes = sizes_run(monkeypatch)
-    ours, theirs = bench(folder, token_budget=64), pd.Bench(folder)
+    ours, theirs = bench(folder, max_batched_tokens=64), pd.Bench(folder)
     for name, prompt in prompts(folder, 8).items():
         for each in (ours, theirs):
             each.submit(name, prompt, max_tokens=12 + 3 * int(name), ignore_eos=True)
@@ -63,7 +63,7 @@ def test_the_same_tokens_as_on_cpus(checkpoint: Callable[..., str], family: str,
 
 def test_preempted_and_sampled_requests_answer_the_same_without_their_leases(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    ours, theirs = bench(folder, headroom=1, kv_tokens=512, token_budget=48), pd.Bench(folder)
+    ours, theirs = bench(folder, headroom=1, kv_tokens=512, max_batched_tokens=48), pd.Bench(folder)
     leases = {}
     for name, prompt in prompts(folder, 12).items():
         if len(prompt.tokens) < 250:
@@ -96,7 +96,7 @@ def test_a_step_copies_ahead_and_waits_before_it_lets_go(checkpoint: Callable[..
     """A cancelled request's copies are done when its Cancelled is sent: its lease may be written to at once."""
     folder = checkpoint("qwen3_vl")
     device = FakeDevice()
-    ours = bench(folder, device, token_budget=16)
+    ours = bench(folder, device, max_batched_tokens=16)
     ours.submit("x", prompts(folder, 6)["5"])
     for _ in range(3):
         ours.engine.step()
@@ -131,7 +131,7 @@ def test_a_fault_of_the_device_ends_the_worker_and_memory_that_ran_out_a_batch(
 
 def test_images_are_read_from_an_encoders_memory_until_that_is_lost(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    owner, ours = FakeDevice(process=1), bench(folder, token_budget=16)
+    owner, ours = FakeDevice(process=1), bench(folder, max_batched_tokens=16)
     prompt = prompts(folder, 2)["1"]
     embedding, grid = pd.embed(folder, prompt.images[0])
     address = owner.allocate(1 << 20)

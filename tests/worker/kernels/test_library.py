@@ -214,7 +214,7 @@ def test_logits_do_not_depend_on_the_company(checkpoint: Callable[..., str]) -> 
     folder = checkpoint("qwen3_vl")
     logprobs = []
     for crowd in (0, 5):
-        bench = pd.Bench(folder, token_budget=96)
+        bench = pd.Bench(folder, max_batched_tokens=96)
         bench.submit("x", pd.prompt(folder, [40], 1), max_tokens=30, ignore_eos=True, logprobs=4)
         bench.engine.step()
         for i in range(crowd):

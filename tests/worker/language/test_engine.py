@@ -47,7 +47,7 @@ def assert_protocol(bench: pd.Bench, work_id: str) -> None:
 def test_greedy_equals_generate(checkpoint: Callable[..., str], family: str, budget: int) -> None:
     folder = checkpoint(family)
     for name, prompt in prompts(folder, 6).items():
-        bench = pd.Bench(folder, token_budget=budget)
+        bench = pd.Bench(folder, max_batched_tokens=budget)
         bench.submit(name, prompt)
         assert bench.run()[name] == reference(folder, prompt), name
         assert_protocol(bench, name)
@@ -58,7 +58,7 @@ def test_greedy_equals_generate(checkpoint: Callable[..., str], family: str, bud
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_sixteen_at_once_answer_as_each_alone(checkpoint: Callable[..., str], family: str, budget: int) -> None:
     folder = checkpoint(family)
-    bench = pd.Bench(folder, token_budget=budget)
+    bench = pd.Bench(folder, max_batched_tokens=budget)
     wanted = prompts(folder, 16)
     for i, (name, prompt) in enumerate(wanted.items()):
         bench.submit(name, prompt)
@@ -73,7 +73,7 @@ def test_sixteen_at_once_answer_as_each_alone(checkpoint: Callable[..., str], fa
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_preempted_requests_answer_the_same_without_their_leases(checkpoint: Callable[..., str], family: str) -> None:
     folder = checkpoint(family)
-    bench = pd.Bench(folder, headroom=1, kv_tokens=512, token_budget=64)
+    bench = pd.Bench(folder, headroom=1, kv_tokens=512, max_batched_tokens=64)
     wanted = {name: prompt for name, prompt in prompts(folder, 12).items() if len(prompt.tokens) < 250}
     leases = {name: bench.submit(name, prompt, max_tokens=80, ignore_eos=True) for name, prompt in wanted.items()}
     told = 0
@@ -98,7 +98,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_preempted(checkpoint:
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "top_p": 0.9, "seed": 42, "ignore_eos": True,
                                "repetition_penalty": 1.1, "presence_penalty": 0.3}
     prompt = prompts(folder, 4)["3"]
-    alone, crowd = pd.Bench(folder), pd.Bench(folder, headroom=1, kv_tokens=384, token_budget=48)
+    alone, crowd = pd.Bench(folder), pd.Bench(folder, headroom=1, kv_tokens=384, max_batched_tokens=48)
     alone.submit("x", prompt, **options)
     for i in range(3):
         crowd.submit(str(i), pd.prompt(folder, [30], seed=i), max_tokens=120, temperature=1.0, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_logprobs_come_with_the_tokens(checkpoint: Callable[..., str]) -> None:
 def test_cancel_frees_memory_and_is_answered_once(checkpoint: Callable[..., str], steps: int) -> None:
     folder = checkpoint("qwen3_vl")
     wanted = prompts(folder, 6)
-    bench = pd.Bench(folder, token_budget=64)
+    bench = pd.Bench(folder, max_batched_tokens=64)
     for name in ("5", "1"):
         bench.submit(name, wanted[name], max_tokens=30, ignore_eos=True)
     for _ in range(steps):
@@ -184,7 +184,7 @@ def test_random_traffic_under_pressure_keeps_every_promise(checkpoint: Callable[
     """Arrivals, cancels and preemptions at random; leases are overwritten as soon as the worker lets go of them."""
     folder = checkpoint("qwen3_vl")
     rng = random.Random(7)
-    bench = pd.Bench(folder, headroom=16, kv_tokens=640, token_budget=48, batch_max=12)
+    bench = pd.Bench(folder, headroom=16, kv_tokens=640, max_batched_tokens=48, max_sequences=12)
     wanted = {name: prompt for name, prompt in prompts(folder, 40).items() if len(prompt.tokens) < 200}
     arriving, leases, cancelled, told = list(wanted), dict[str, list[wire.Lease]](), set[str](), 0
     while arriving or bench.engine.busy:
@@ -278,9 +278,9 @@ def test_ready_tells_capacity_and_warm_up_leaves_nothing(checkpoint: Callable[..
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder, kv_tokens=1000)
     ready = bench.engine.warm_up(lambda done: None)
-    assert (ready.kv_tokens, ready.context_max, ready.dtype) == (960, 960, "float32")
+    assert (ready.kv_tokens, ready.max_model_len, ready.dtype) == (960, 960, "float32")
     assert not bench.sent and bench.engine.beat() == wire.Heartbeat(steps=0)
-    assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, context_max=100).engine.context_max == 100
+    assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, max_model_len=100).engine.max_model_len == 100
     heads_bytes = 2 * 3 * 2 * 16 * 4
     by_bytes = pd.Bench(folder, kv_tokens=0, kv_bytes=heads_bytes * 640).engine.warm_up(lambda done: None)
     assert by_bytes.kv_tokens == 640

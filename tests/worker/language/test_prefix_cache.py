@@ -48,7 +48,7 @@ def test_a_beginning_cut_anywhere_is_found_and_changes_no_token(checkpoint: Call
                                                                 budget: int) -> None:
     folder = checkpoint(family)
     first = pd.prompt(folder, [3, picture(1), 20, picture(2), 30, picture(8), 40])
-    bench = pd.Bench(folder, token_budget=budget, kv_tokens=8192)
+    bench = pd.Bench(folder, max_batched_tokens=budget, kv_tokens=8192)
     bench.submit("first", first)
     bench.run()
     for number, at in enumerate([1, 2, 5, 30, 63, 64, 65, 100, 128, 150, 200, len(first.tokens) - 1]):
@@ -62,7 +62,7 @@ def test_a_beginning_cut_anywhere_is_found_and_changes_no_token(checkpoint: Call
 
 def test_with_all_images_known_no_lease_is_read(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    bench = pd.Bench(folder, token_budget=64)
+    bench = pd.Bench(folder, max_batched_tokens=64)
     parts: list[Part] = [3, *(part for i in range(8) for part in (picture(i + 7), 2))]
     first, second = pd.prompt(folder, [*parts, 9], 1), pd.prompt(folder, [*parts, 30], 1)
     bench.submit("first", first)
@@ -150,7 +150,7 @@ def test_choices_share_one_prefill(checkpoint: Callable[..., str], budget: int) 
     prompt = pd.prompt(folder, [5, picture(1), 80, picture(2), 30])
     other = pd.prompt(folder, [40], seed=3)
     for cancelled in (False, True):
-        bench = pd.Bench(folder, token_budget=budget)
+        bench = pd.Bench(folder, max_batched_tokens=budget)
         computed = count_rows(bench)
         for name in "abcd":
             bench.submit(name, prompt)
@@ -203,7 +203,7 @@ def test_random_conversations_under_pressure(checkpoint: Callable[..., str], fam
     """Few beginnings, many ends, several answers each, too little memory: evicted, preempted, moved, cancelled."""
     folder = checkpoint(family)
     rng = random.Random(11)
-    bench = pd.Bench(folder, headroom=1, kv_tokens=640, token_budget=48, batch_max=12)
+    bench = pd.Bench(folder, headroom=1, kv_tokens=640, max_batched_tokens=48, max_sequences=12)
     starts: list[list[Part]] = [[70], [3, picture(1), 40], [3, picture(2), 40], [3, picture(1), 40, picture(2), 9]]
     wanted, told, leases, cancelled = dict[str, pd.Prompt](), 0, dict[str, list[wire.Lease]](), set[str]()
     arriving = [(f"{i}", [*rng.choice(starts), rng.choice([1, 20, 90])], rng.randrange(4)) for i in range(40)]
@@ -234,7 +234,7 @@ def test_random_conversations_under_pressure(checkpoint: Callable[..., str], fam
 
 def test_a_poisoned_prompt_is_never_a_beginning(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    bench = pd.Bench(folder, token_budget=64)
+    bench = pd.Bench(folder, max_batched_tokens=64)
     prompt = pd.prompt(folder, [5, picture(1), 100])
     for lease in bench.submit("bad", prompt):
         bench._arena.view(lease)[:] = b"\xff" * lease.size      # NaN in every float
@@ -269,7 +269,7 @@ def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., st
 def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable[..., str]) -> None:
     """Preempted, forgotten, begun anew and cancelled on the way: its memory holds only a part of what it once had."""
     folder = checkpoint("qwen3_vl")
-    bench = pd.Bench(folder, headroom=1, kv_tokens=4 * BLOCK_SIZE, token_budget=32)
+    bench = pd.Bench(folder, headroom=1, kv_tokens=4 * BLOCK_SIZE, max_batched_tokens=32)
     prompt = pd.prompt(folder, [120])
     bench.submit("older", pd.prompt(folder, [40], seed=1), max_tokens=120, ignore_eos=True)
     bench.engine.step()

@@ -31,10 +31,10 @@ def names(batch: Batch[Sequence]) -> list[tuple[str, int]]:
 
 
 def test_decode_goes_first_and_prefill_fills_the_budget() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8)
+    scheduler: Scheduler[Sequence] = Scheduler(4096, max_batched_tokens=16, max_sequences=8)
     scheduler.add(sequence("a", 10, 5))
     assert names(scheduler.next_batch()) == [("a", 10)]
-    scheduler = Scheduler(4096, token_budget=16, batch_max=8)
+    scheduler = Scheduler(4096, max_batched_tokens=16, max_sequences=8)
     for s in (sequence("a", 10, 5), sequence("b", 40, 5), sequence("c", 3, 5)):
         scheduler.add(s)
     steps = []
@@ -47,7 +47,7 @@ def test_decode_goes_first_and_prefill_fills_the_budget() -> None:
 
 
 def test_prompts_beside_decoding_sequences_get_less() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8)
+    scheduler: Scheduler[Sequence] = Scheduler(4096, max_batched_tokens=16, max_sequences=8)
     for s in (sequence("a", 10, 3), sequence("b", 40, 5)):
         scheduler.add(s)
     steps = []
@@ -60,7 +60,7 @@ def test_prompts_beside_decoding_sequences_get_less() -> None:
 
 
 def test_what_cannot_finish_alone_is_refused() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(1000, token_budget=64, batch_max=8)
+    scheduler: Scheduler[Sequence] = Scheduler(1000, max_batched_tokens=64, max_sequences=8)
     assert scheduler.capacity == 960
     with pytest.raises(ContextLength):
         scheduler.add(sequence("a", 900, 61))
@@ -68,7 +68,7 @@ def test_what_cannot_finish_alone_is_refused() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(4 * BLOCK_SIZE, token_budget=512, batch_max=8, headroom=1)
+    scheduler: Scheduler[Sequence] = Scheduler(4 * BLOCK_SIZE, max_batched_tokens=512, max_sequences=8, headroom=1)
     a, b, c = sequence("a", 100, 100), sequence("b", 60, 60), sequence("c", 10, 10)
     for s in (a, b, c):
         scheduler.add(s)
@@ -82,7 +82,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 
 def test_a_pinned_sequence_is_never_preempted() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(3 * BLOCK_SIZE, token_budget=512, batch_max=8, headroom=1)
+    scheduler: Scheduler[Sequence] = Scheduler(3 * BLOCK_SIZE, max_batched_tokens=512, max_sequences=8, headroom=1)
     a, b = sequence("a", 100, 80), sequence("b", 20, 40)
     for s in (a, b):
         scheduler.add(s)
@@ -96,7 +96,8 @@ def test_a_pinned_sequence_is_never_preempted() -> None:
 
 def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
     found = {"b": 0, "c": 30}
-    scheduler: Scheduler[Sequence] = Scheduler(4096, token_budget=16, batch_max=8, begin=lambda s: found.get(s.id, 0))
+    scheduler: Scheduler[Sequence] = Scheduler(4096, max_batched_tokens=16, max_sequences=8,
+                                               begin=lambda s: found.get(s.id, 0))
     a, b, c = (sequence(name, 31, 5) for name in "abc")
     other = sequence("other", 5, 5)
     a.twins = b.twins = c.twins = 7
@@ -116,7 +117,7 @@ def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
 
 
 def test_a_tenant_with_many_sequences_does_not_keep_others_waiting() -> None:
-    scheduler: Scheduler[Sequence] = Scheduler(1 << 16, token_budget=64, batch_max=4)
+    scheduler: Scheduler[Sequence] = Scheduler(1 << 16, max_batched_tokens=64, max_sequences=4)
     for i in range(40):
         scheduler.add(sequence(f"many{i}", 4, 10 + i, "many"))
     ended = play(scheduler, scheduler.next_batch())
@@ -134,8 +135,8 @@ def test_a_tenant_with_many_sequences_does_not_keep_others_waiting() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(works=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 60), st.sampled_from("abc"), st.integers(0, 40)),
-                      min_size=1, max_size=25), batch_max=st.integers(1, 6), units=st.integers(4, 12))
-def test_the_tenant_with_the_fewest_running_is_next(works: list[tuple[int, int, str, int]], batch_max: int,
+                      min_size=1, max_size=25), max_sequences=st.integers(1, 6), units=st.integers(4, 12))
+def test_the_tenant_with_the_fewest_running_is_next(works: list[tuple[int, int, str, int]], max_sequences: int,
                                                     units: int) -> None:
     admitted: list[Sequence] = []
 
@@ -146,7 +147,7 @@ def test_the_tenant_with_the_fewest_running_is_next(works: list[tuple[int, int, 
         admitted.append(s)
         return 0
 
-    scheduler: Scheduler[Sequence] = Scheduler(units * BLOCK_SIZE, 64, batch_max, 1, begin)
+    scheduler: Scheduler[Sequence] = Scheduler(units * BLOCK_SIZE, 64, max_sequences, 1, begin)
     step, left = 0, len(works)
     while left:
         for i, (prompt, answer, tenant, arrives) in enumerate(works):
@@ -161,7 +162,7 @@ def test_the_tenant_with_the_fewest_running_is_next(works: list[tuple[int, int, 
 @pytest.mark.parametrize("others", [1, 2, 9])
 def test_no_tenant_starves_beside_others_that_never_stop(others: int) -> None:
     """A sequence that needs all memory, of a tenant that has another one running, beside new ones in every step."""
-    scheduler: Scheduler[Sequence] = Scheduler(16 * BLOCK_SIZE, token_budget=64, batch_max=4)
+    scheduler: Scheduler[Sequence] = Scheduler(16 * BLOCK_SIZE, max_batched_tokens=64, max_sequences=4)
     scheduler.add(sequence("its other", 10, 100, "large"))
     large = sequence("large", 500, 16 * BLOCK_SIZE - 500, "large")
     scheduler.add(large)
@@ -194,11 +195,12 @@ WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), p
 
 @settings(max_examples=100, deadline=None)
 @given(works=st.lists(WORK, min_size=1, max_size=12), units=st.integers(8, 24), budget=st.sampled_from([1, 7, 64, 512]),
-       batch_max=st.integers(1, 12), headroom=st.sampled_from([1, 30, 512]))
-def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: int, budget: int, batch_max: int,
+       max_sequences=st.integers(1, 12), headroom=st.sampled_from([1, 30, 512]))
+def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: int, budget: int, max_sequences: int,
                                                     headroom: int) -> None:
     scheduler: Scheduler[Sequence] = Scheduler(
-        units * BLOCK_SIZE, budget, batch_max, headroom, lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
+        units * BLOCK_SIZE, budget, max_sequences, headroom,
+        lambda s: int((len(s.tokens) - 1) * works[int(s.id)].found))
     alive: dict[str, tuple[Sequence, Work]] = {}
     arrived: list[Sequence] = []
     step = 0
@@ -214,7 +216,7 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
                 scheduler.remove(alive.pop(str(i))[0])
         batch = scheduler.next_batch()
         counts = [count for _, count in batch.chunks]
-        assert sum(counts) <= budget and len(scheduler.running) <= batch_max
+        assert sum(counts) <= budget and len(scheduler.running) <= max_sequences
         assert bool(batch.chunks) or bool(batch.preempted) or not alive
         for s, count in batch.chunks:
             assert 0 < count <= s.pending and s.computed + count <= s.reserved and s in scheduler.running

@@ -57,7 +57,7 @@ async def measure(args: argparse.Namespace, fleet: Sequence[Encoder], requests: 
         return Run([], simulated)
     settings = [f"router.policy={rule.policy}", f"router.unit={rule.unit}", f"router.ratio={rule.ratio}",
                 f"router.slack={rule.slack}", f"encoder.ahead_s={rule.ahead_s / args.scale}",
-                "server.requests_max=1000", f"arena.bytes={args.arena_mib << 20}", "arena.cache_bytes=0",
+                "server.max_requests=1000", f"arena.bytes={args.arena_mib << 20}", "arena.cache_bytes=0",
                 *live.FREE_PD_SETTINGS]
     rng = random.Random(args.seed)
     bodies = [live.body(each, "What is this?", rng, max_tokens=1) for each in sizes]

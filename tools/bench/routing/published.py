@@ -51,7 +51,7 @@ async def measure(args: argparse.Namespace, setup: str, rate: float) -> Run:
               for _ in range(args.requests)]
     arrivals = scenarios.poisson(rate, args.requests, scenarios.equal(IMAGES), args.seed)
     settings = [f"emulation.scale={args.scale}", f"encoder.workers={SETUPS[setup]}",
-                f"arena.bytes={args.arena_gib << 30}", "arena.cache_bytes=0", "server.requests_max=1000",
+                f"arena.bytes={args.arena_gib << 30}", "arena.cache_bytes=0", "server.max_requests=1000",
                 f"router.policy={args.policy}"]
     async with live.running(PROFILE, settings) as daemon:
         most = [0]

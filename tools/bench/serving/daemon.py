@@ -214,7 +214,7 @@ def main():
 
 
 async def run(args):
-    sets = ["arena.bytes=67108864", "server.requests_max=1000"]
+    sets = ["arena.bytes=67108864", "server.max_requests=1000"]
     baseline = subprocess.Popen([sys.executable, "-m", __spec__.name, "--echo", "--port", str(args.port)])
     try:
         profile = PROFILE.replace('kind = "cpu"\ncount = 1', f'kind = "cpu"\ncount = {args.workers}')

@@ -108,7 +108,7 @@ def test_whitespace_has_an_end(checkpoint: Callable[..., str]) -> None:
 
 def test_preempted_answers_keep_their_place_in_the_grammar(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    crowd = pd.Bench(folder, headroom=1, kv_tokens=384, token_budget=48)
+    crowd = pd.Bench(folder, headroom=1, kv_tokens=384, max_batched_tokens=48)
     wanted = {str(seed): schemas.nested(random.Random(seed), 3) for seed in range(12)}
     options: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0}
     for name, schema in wanted.items():

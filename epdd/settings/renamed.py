@@ -1,0 +1,42 @@
+"""Settings that have a new name.  The former one works for one release, with a warning in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from epdd.errors import ConfigError
+
+RENAMED = {
+    "server.requests_max": "server.max_requests",
+    "server.drain_s": "server.shutdown_timeout_s",
+    "model.context_max": "model.max_model_len",
+    "pd.token_budget": "pd.max_batched_tokens",
+    "pd.batch_max": "pd.max_sequences",
+    "fleet.well_s": "fleet.min_uptime_s",
+}
+
+
+class Names:
+    """Which names the sources of one configuration use."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, str] = {}         # former and new names, and where each was read
+        self.warnings: list[str] = []
+
+    def current(self, section: str, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """`values` under the settings' current names.  Raises ConfigError if a setting has both, in whatever source."""
+        found = {}
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            new = RENAMED.get(name, name)
+            if new != name and name not in self._used:
+                self.warnings.append(f"{name} is now called {new}: rename it ({source}); the next release refuses "
+                                     "the old name")
+            self._used.setdefault(name, source)
+            found[new.partition(".")[2]] = value
+        for old, new in RENAMED.items():
+            if old in self._used and new in self._used:
+                raise ConfigError(f"{old} ({self._used[old]}) is the old name of {new} ({self._used[new]}): "
+                                  f"keep only {new}")
+        return found

@@ -18,7 +18,7 @@ from tests.field.web import Host
 
 pytestmark = pytest.mark.takes(250)
 
-_ORDER = ("shared", "small", "text", "gpu")
+_ORDER = ("shared", "small", "impatient", "text", "gpu")
 _TEXTS: dict[str, str] = {}
 _AT_REST: dict[str, dict[str, Any]] = {}
 _RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.index(case.daemon), case.id))

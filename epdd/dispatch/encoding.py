@@ -12,6 +12,7 @@ from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
 from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
 from epdd.dispatch.history import History
 from epdd.dispatch.poison import Poison
+from epdd.dispatch.request import Request
 from epdd.dispatch.routing.queue import Job
 from epdd.dispatch.routing.router import Router, RoutingDecision
 from epdd.dispatch.routing.time_models import TimeModel
@@ -68,9 +69,10 @@ class Encoding:
         self.router.configure(router.policy, router.unit, router.ratio, router.slack, time.monotonic())
         self.pump()
 
-    def submit(self, embedding: EncoderCacheEntry, request_id: str, images: int, patches: int) -> None:
-        """Queue an image whose lease is taken, of a request of `images` images with `patches` to encode."""
-        job = ImageJob(request_id, embedding.image.patches, images, patches, embedding=embedding)
+    def submit(self, embedding: EncoderCacheEntry, request: Request, patches: int) -> None:
+        """Queue an image whose lease is taken, of a request with `patches` to encode."""
+        job = ImageJob(request.id, embedding.image.patches, len(request.images), patches, tenant=request.tenant,
+                       embedding=embedding)
         self._jobs[embedding] = job
         self.router.submit(job, time.monotonic())
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Tokens that an answer counts for when a worker is chosen, at most: max_tokens is often just the rest of the context.
 ANSWER_TOKENS = 512
+# Tokens of each choice, on average, that wait for a client who does not read; with 20 log probabilities each 5 MB.
+UNREAD_MAX = 4096
 ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
 
 
@@ -122,7 +124,7 @@ class Pipeline:
             self._encoding.poison.check(request)    # it may have become known during the wait for room
             patches = sum(embedding.image.patches for embedding in fresh)
             for embedding in fresh:
-                self._encoding.submit(embedding, request.id, len(request.images), patches)
+                self._encoding.submit(embedding, request, patches)
             self._encoding.pump()
             waits = [asyncio.create_task(embedding.wait()) for embedding in set(embeddings)]
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
@@ -160,9 +162,8 @@ class Pipeline:
 
     async def _generate(self, request: Request, attempt: int, worker: Worker, known: int,
                         embeddings: list[EncoderCacheEntry], trace: RequestTrace) -> AsyncGenerator[Answer, None]:
-        # Bounded by n * max_tokens small events, whatever the reader's speed.
-        events: asyncio.Queue[tuple[int, WorkEvent]] = asyncio.Queue()
         works: list[Work] = []
+        events = _Events(works, UNREAD_MAX * request.n)
         loop = asyncio.get_running_loop()
         timer = loop.call_at(request.deadline, events.put_nowait, (0, _late())) if request.deadline else None
         try:
@@ -194,13 +195,11 @@ class Pipeline:
         finally:
             if timer is not None:
                 timer.cancel()
-            for work in works:
-                work.mute()
-                work.cancel()
+            events.stop()
 
     def _start(self, request: Request, work_id: str, index: int, worker: Worker, known: int,
                embeddings: list[EncoderCacheEntry],
-               events: asyncio.Queue[tuple[int, WorkEvent]]) -> tuple[Work, Callable[[], None]]:
+               events: _Events) -> tuple[Work, Callable[[], None]]:
         """Hand one choice to a PD worker; also a call that lets go of the leases it reads, once."""
         spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
                            embeddings[placed.image].lease, embeddings[placed.image].dtype,
@@ -217,7 +216,7 @@ class Pipeline:
                 self._leases.unhold(held.pop())
 
         work = worker.start(Generate(work_id, spans, sampling, request.salt, request.tenant), tokens.tobytes(), cost,
-                            worker.warm_up_s, lambda event: events.put_nowait((index, event)))
+                            worker.warm_up_s, lambda event: events.take(index, event))
         for embedding in held:
             self._leases.hold(embedding)
         work.on_end(let_go)
@@ -238,6 +237,27 @@ def _answer(event: WorkEvent, worker: Worker) -> Prefilled | Tokens | Done:
     if isinstance(event, (Cancelled, Encoded)):
         raise WorkerFailed(f"{worker.name} answered {type(event).__name__} to a Generate")
     return event
+
+
+class _Events(asyncio.Queue[tuple[int, WorkEvent]]):
+    """What workers say to a request, by choice, until it is read."""
+
+    def __init__(self, works: list[Work], unread_max: int) -> None:
+        super().__init__()
+        self._works, self._unread_max = works, unread_max
+
+    def take(self, index: int, event: WorkEvent) -> None:
+        """Beyond the limit the works are stopped, which the reader is told once it has read the rest."""
+        if self.qsize() < self._unread_max:
+            self.put_nowait((index, event))
+            return
+        self.stop()
+        self.put_nowait((index, WorkerTimeout(f"the client reads too slowly: {self._unread_max} tokens waited for it")))
+
+    def stop(self) -> None:
+        for work in self._works:
+            work.mute()
+            work.cancel()
 
 
 def _late() -> WorkerTimeout:

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from epdd.dispatch import pipeline
 from epdd.dispatch.pipeline import ANSWER_TOKENS, Restarted
 from epdd.errors import ArenaFull, MediaError, NoWorker, OutOfMemory, ProtocolError, Rejected, WorkerLost, WorkerTimeout
 from epdd.fleet.worker import State
@@ -88,6 +89,40 @@ async def test_n_choices_share_one_encoding():
         assert await fleet.ask(request("r", b"x", n=3)) == [expected(b"x")] * 3
         assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
         await fleet.at_rest()
+
+
+async def test_many_images_of_one_tenant_do_not_keep_another_waiting():
+    async with running(encoders=1, encode_s=0.02) as fleet:
+        order = []
+
+        async def ask(tenant, i):
+            await fleet.ask(request(f"{tenant}{i}", b"%b %d" % (tenant.encode(), i), tenant=tenant))
+            order.append(tenant)
+
+        many = [asyncio.create_task(ask("many", i)) for i in range(40)]
+        while len(fleet.encoding.router.queue) < 30:
+            await asyncio.sleep(0)
+        ahead = len(order)
+        await ask("few", 0)
+        await asyncio.gather(*many)
+        # Those that the encoder had, and their turn.
+        assert order.index("few") - ahead < 15, order
+        await fleet.at_rest()
+        assert not fleet.encoding.router.queue._encoding
+
+
+async def test_what_nobody_reads_is_bounded(monkeypatch):
+    monkeypatch.setattr(pipeline, "UNREAD_MAX", 50)
+    async with running() as fleet:
+        answers = fleet.pipeline.run(request("unread", max_tokens=500))
+        assert await anext(answers)
+        await fleet.at_rest()       # the worker is told to stop, though nobody reads on
+        seen = 0
+        with pytest.raises(WorkerTimeout, match="reads"):
+            async for _ in answers:
+                seen += 1
+        assert 40 < seen <= 51
+        assert await fleet.ask(request("next", b"fine")) == [expected(b"fine")]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.25, 0.45])

@@ -6,8 +6,10 @@ So cancelling, placing again after a death and draining are changes to this queu
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from itertools import count
 
 _numbers = count()
@@ -30,6 +32,7 @@ class Job:
     worker: str | None = None       # while in flight
     left: str | None = None         # the worker that it came back from
     started: float = 0.0            # when it was handed over
+    tenant: str = ""                # whose it is: tenants share the encoders fairly
     number: int = field(default_factory=lambda: next(_numbers))
 
     def cost(self, unit: str) -> float:
@@ -48,37 +51,70 @@ QueueEntry = tuple[float, int, Job]      # sorted by the first two: no two jobs 
 
 
 class Queue:
-    """Jobs that wait, least `due` first, then in order of arrival."""
+    """Jobs that wait: of a tenant least `due` first, then in order of arrival.
+
+    Between tenants each next job is of the one with the fewest: those that encoders have and those before it count.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[QueueEntry] = []
+        self._lines: dict[str, list[QueueEntry]] = {}       # by tenant; none is empty
+        self._encoding: Counter[str] = Counter()            # jobs that encoders have, by tenant
         self.patches = 0
 
     def put(self, job: Job) -> None:
         """A job that a worker lost keeps its `due`, and so its place."""
-        insort(self._entries, job.entry)
+        insort(self._lines.setdefault(job.tenant, []), job.entry)
         self.patches += job.patches
 
     def remove(self, job: Job) -> bool:
         """Take a job out; False if it does not wait here."""
-        at = bisect_left(self._entries, job.entry)
-        if at == len(self._entries) or self._entries[at][2] is not job:
+        line = self._lines.get(job.tenant, [])
+        at = bisect_left(line, job.entry)
+        if at == len(line) or line[at][2] is not job:
             return False
-        del self._entries[at]
+        del line[at]
+        if not line:
+            del self._lines[job.tenant]
         self.patches -= job.patches
         return True
+
+    def began(self, job: Job) -> None:
+        """An encoder has it now."""
+        self._encoding[job.tenant] += 1
+
+    def ended(self, job: Job) -> None:
+        """That encoder has it no more."""
+        self._encoding[job.tenant] -= 1
+        if not self._encoding[job.tenant]:
+            del self._encoding[job.tenant]
 
     def take_all(self) -> list[Job]:
         """Empty the queue."""
         jobs = list(self)
-        self._entries, self.patches = [], 0
+        self._lines.clear()
+        self.patches = 0
         return jobs
 
     def head(self) -> Job | None:
-        return self._entries[0][2] if self._entries else None
+        return next(iter(self), None)
 
     def __iter__(self) -> Iterator[Job]:
-        return (job for _, _, job in self._entries)
+        if len(self._lines) == 1:
+            for line in self._lines.values():
+                return (job for _, _, job in line)
+        return self._merged()
+
+    def _merged(self) -> Iterator[Job]:
+        heads = [(self._encoding[tenant], *line[0][:2], tenant, 0) for tenant, line in self._lines.items()]
+        heapify(heads)
+        while heads:
+            before, _, _, tenant, at = heads[0]
+            line = self._lines[tenant]
+            yield line[at][2]
+            if at + 1 < len(line):
+                heapreplace(heads, (before + 1, *line[at + 1][:2], tenant, at + 1))
+            else:
+                heappop(heads)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._lines.values()))

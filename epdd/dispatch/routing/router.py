@@ -47,7 +47,7 @@ class Router:
 
     `slack` orders the queue: an image is due when it came plus `slack` times the seconds that the whole fleet needs
     for its request.  0 is first come first served; more lets small requests go before large ones, but none before
-    one that came so much earlier: nobody starves.
+    one that came so much earlier: nobody starves.  So it is within a tenant; tenants take turns (`queue.py`).
     """
 
     def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 1.0,
@@ -129,11 +129,13 @@ class Router:
         job.worker, job.started = lane.name, now
         job.attempts += 1
         self.pools.take(lane, job, now)
+        self.queue.began(job)
         return choice
 
     def ended(self, job: Job, now: float) -> None:
         """Its lane is done with it, one way or the other."""
         assert job.worker is not None
+        self.queue.ended(job)
         self.pools.let_go(self.pools.lanes[job.worker], job, now)
 
     def wake_at(self, now: float) -> float | None:

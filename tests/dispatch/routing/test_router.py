@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from epdd.dispatch.routing.queue import Job
+from epdd.dispatch.routing.queue import Job, Queue
 from epdd.dispatch.routing.router import FORGET_EVERY_S, RETHINK_S, TYPICAL_CHANGE, Router, cpu_budget
 from epdd.dispatch.routing.time_models import HEARD_S, TimeModel
 
@@ -49,6 +51,50 @@ def end(router, name, now):
     ended = router.pools.lanes[name].held[0]
     router.ended(ended, now)
     return ended
+
+
+# --- tenants
+
+@pytest.mark.parametrize("policy", ["budget", "earliest", "least-loaded", "round-robin", "gpu-only"])
+def test_many_images_of_one_tenant_do_not_keep_another_waiting(policy):
+    made = router(policy, slack=1.0, cpu=1.0)
+    come(made, 50, tenant="many")
+    come(made, 3, now=0.1, tenant="few", patches=4 * PATCHES)
+    order, now = [], 0.1
+    while made.queue:
+        if choice := made.assign(now):
+            order.append(choice.job.tenant)
+        now += 0.1
+        for held in [*made.pools.lanes["cpu"].held]:
+            if now >= held.started + held.patches / PATCHES:
+                made.ended(held, now)
+    assert order[:7].count("few") == 3 and order.count("many") == 50
+    assert order[:2] != ["many", "many"]
+
+
+@given(jobs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=30), ended=st.integers(0, 30))
+def test_each_next_job_is_of_the_tenant_with_the_fewest(jobs, ended):
+    queue, lines = Queue(), {}
+    for tenant, due in jobs:
+        queue.put(job(tenant=tenant, due=due))
+    for _ in range(len(jobs) // 2):
+        taken = queue.head()
+        queue.remove(taken)
+        queue.began(taken)
+        lines.setdefault(taken.tenant, []).append(taken)
+    for each in [each for line in lines.values() for each in line][:ended]:
+        queue.ended(each)
+        lines[each.tenant].remove(each)
+    before = {tenant: len(line) for tenant, line in lines.items()}
+    left, order = list(queue), []
+    assert len(left) == len(queue) == len(jobs) - len(jobs) // 2
+    for at, each in enumerate(left):
+        assert before.get(each.tenant, 0) == min(before.get(other.tenant, 0) for other in left[at:])
+        before[each.tenant] = before.get(each.tenant, 0) + 1
+        order.append(each)
+    for tenant in "abc":
+        line = [each.entry[:2] for each in order if each.tenant == tenant]
+        assert line == sorted(line)
 
 
 # --- the weighted rule

@@ -127,9 +127,8 @@ def _escaped(body: bytes | bytearray, at: int) -> bool:
 def _plain(body: bytes | bytearray, start: int, end: int, limits: InlineLimits) -> str | None:
     """The URL that JSON spells there; None if it has escapes or letters that no base64 needs."""
     if end - start > limits.file_bytes * 2 + _LEAST:    # escaped letter by letter, base64 has 2.7 bytes for each
-        raise MediaError(f"The image file is over the limit of {limits.file_bytes} bytes", code="image_file_too_large",
-                         param="messages")
-    pieces = []
+        raise _too_large(limits)
+    pieces, left = [], limits.file_bytes * 3 // 2 + _LEAST      # base64 with line breaks has 1.4 bytes for each
     while start < end:
         stop = min(start + _STEP, end)
         if stop < end and body[stop - 1] == 0x5c:
@@ -143,8 +142,16 @@ def _plain(body: bytes | bytearray, start: int, end: int, limits: InlineLimits) 
         if not piece.isascii():
             return None
         pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise _too_large(limits)
         start = stop
     return b"".join(pieces).decode("ascii")
+
+
+def _too_large(limits: InlineLimits) -> MediaError:
+    return MediaError(f"The image file is over the limit of {limits.file_bytes} bytes", code="image_file_too_large",
+                      param="messages")
 
 
 def _check(size: int, limits: InlineLimits) -> None:

@@ -132,10 +132,10 @@ LARGE = {
                                                   % ("é" * 15_000).encode()),
     "a data: URL of 30 MB of options": lambda: talk(b'[{"type":"image_url","image_url":"data:%b"}]'
                                                     % (b";" * 30 * MIB)),
-    "numbers": lambda: b'{"prompt":[' + b"151643," * 780_000 + b"7]}",
-    "lists": lambda: talk(b"[" + b"[]," * 79_000 + b"[]]"),
-    "names": lambda: b'{"messages":[],"x":{' + b",".join(b'"%x":0' % n for n in range(130_000)) + b"}}",
-    "fields": lambda: b"{" + b",".join(b'"%x":0' % n for n in range(130_000)) + b"}",
+    "numbers": lambda: b'{"prompt":[' + b"151643," * 530_000 + b"7]}",
+    "lists": lambda: talk(b"[" + b"[]," * 76_000 + b"[]]"),
+    "names": lambda: b'{"messages":[],"x":{' + b",".join(b'"%x":0' % n for n in range(122_000)) + b"}}",
+    "fields": lambda: b"{" + b",".join(b'"%x":0' % n for n in range(122_000)) + b"}",
     "parts": lambda: talk(b"[" + b",".join([b'{"type":"text","text":"a"}'] * 9_999) + b"]"),
 }
 

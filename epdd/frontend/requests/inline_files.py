@@ -141,12 +141,12 @@ def _plain(body: bytes | bytearray, start: int, end: int, limits: InlineLimits) 
                 return None
         if not piece.isascii():
             return None
-        pieces.append(piece)
+        pieces.append(piece.decode("ascii"))
         left -= len(piece)
         if left < 0:
             raise _too_large(limits)
         start = stop
-    return b"".join(pieces).decode("ascii")
+    return "".join(pieces)
 
 
 def _too_large(limits: InlineLimits) -> MediaError:

@@ -316,6 +316,6 @@ def test_images_are_lifted_and_only_they() -> None:
 def test_limits(body: bytes, error: type[RequestError], monkeypatch: Any) -> None:
     monkeypatch.setattr(inline_files, "_LEAST", 500)
     with pytest.raises(error):
-        parse(body, ChatBody, False, InlineLimits(text_bytes=1000, file_bytes=15_000))
+        parse(body, ChatBody, False, InlineLimits(text_bytes=1000, file_bytes=18_500))
     assert InlineLimits.of(4096, 5) == InlineLimits(8 << 20, 5) and InlineLimits.of(400_000, 5).text_bytes == 12_800_000
     assert InlineLimits.of(10_000_000, 5).text_bytes == 16 << 20

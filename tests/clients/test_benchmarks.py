@@ -20,6 +20,7 @@ REQUESTS, TOKENS, IMAGES = 6, 24, 2
 def measured(command, tmp_path):
     # Offline, aiperf takes a tokenizer's folder for a name in the hub's cache.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment["PYTHONPATH"] = str(ROOT)
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=180, cwd=tmp_path,
                            stdin=subprocess.DEVNULL, env=environment)
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
@@ -47,13 +48,13 @@ def test_aiperf(installed, daemon, tmp_path):
 
 def test_bench_serve(installed, daemon, tmp_path):
     """tools/bench/serving/serve.py, which drives aiperf: one server, one rate, then the table of what was measured."""
-    program = ROOT / "tools" / "bench_serve.py"
+    program = [sys.executable, "-m", "tools.bench.serving.serve"]
     measured([
-        sys.executable, program, "run", "--aiperf", installed("aiperf") / "bin" / "aiperf", "--url", daemon.url(""),
+        *program, "run", "--aiperf", installed("aiperf") / "bin" / "aiperf", "--url", daemon.url(""),
         "--name", "epdd", "--model", TOKENIZER, "--rates", 4, "--requests", REQUESTS, "--warm-up", 0,
         "--images", IMAGES, "--width", 320, "--height", 240, "--isl", 64, "--osl", TOKENS,
         "--extra", '{"ignore_eos": true}', "--out", tmp_path], tmp_path)
-    measured([sys.executable, program, "compare", tmp_path], tmp_path)
+    measured([*program, "compare", tmp_path], tmp_path)
     point, = json.loads((tmp_path / "numbers.json").read_text())["points"]
     assert (point["server"], point["rate"], point["done"], point["errors"]) == ("epdd", 4, REQUESTS, 0)
     assert point["osl"]["avg"] == TOKENS and 0 < point["tpot"]["p50"] <= point["tpot"]["p99"]

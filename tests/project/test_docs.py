@@ -55,3 +55,16 @@ def test_programs_and_tests_that_pages_name_exist():
     tests = set(re.findall(r"`((?:\w+/)*test_\w+\.py)\b", text))      # SECURITY.md leaves tests/ out
     assert "dispatch/test_pipeline.py" in tests
     assert {name for name in tests if not (ROOT / name).exists() and not [*(ROOT / "tests").rglob(name)]} == set()
+
+
+def test_files_that_the_source_names_exist():
+    """In comments and docstrings too, which nobody runs."""
+    name = re.compile(r"(?<![\w/.])((?:tools|epdd|docs|systemd|etc)/[\w/-]+\.(?:py|md|cpp|h|sh|toml|service))\b")
+    texts = [*PAGES, ROOT / "epdd" / "demo" / "README.md",
+             *(path for folder in ("epdd", "tests", "tools") for path in (ROOT / folder).rglob("*.py"))]
+    named = {(str(path.relative_to(ROOT)), found) for path in texts for found in name.findall(path.read_text())}
+    assert ("tests/project/test_docs.py", "tools/venv.sh") in named
+    # SECURITY.md leaves tests/ out.
+    assert {(path, found) for path, found in named
+            if not (ROOT / found).exists() and not (ROOT / "tests" / found).exists()} == {
+        ("tests/project/test_docs.py", "tools/none.py")}     # this line

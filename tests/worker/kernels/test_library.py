@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,13 @@ from tests.worker.language import pd
 
 built = pytest.mark.skipif(native.library() is None, reason="the kernels were not compiled when epdd was installed")
 CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+def test_it_is_there_where_a_compiler_is() -> None:
+    """Else the tests below are skipped, and nobody sees that the sources no longer compile."""
+    assert native.PATH.exists()
 
 
 @pytest.fixture(params=["AMX", "AVX-512", "AVX2"])

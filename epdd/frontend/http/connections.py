@@ -7,6 +7,7 @@ without a request a time to live, and under the limit of connections whoever ask
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 STALLED_S = 10.0            # an answer that its client has not read on for so long may give way
 GRACE_S = 1.0               # in which whoever just came is taken to be about to ask
+_LOOKED_AT = 32             # of the oldest connections of a table, for one that may give way
 _LOG_S = 60.0               # between two lines about the limit
 
 
@@ -31,6 +33,9 @@ class HttpConnection(Protocol):
 
     def drop(self) -> None:
         """Close it at once: the descriptor is needed."""
+
+    def has_unread(self) -> bool:
+        """Its client has sent bytes that the event loop has not come to."""
 
 
 class Connections:
@@ -108,12 +113,17 @@ class Connections:
             self._timer.cancel()
 
     def _least_needed(self) -> HttpConnection | None:
-        """Who said nothing for a second, then who was answered the longest ago, then who does not read."""
+        """Who said nothing for a second, then who was answered the longest ago, then who does not read.
+
+        On a busy machine a request can wait in the kernel for longer than that: its client has said something.
+        """
         now = asyncio.get_running_loop().time()
         for what, least_s in (("head", GRACE_S), ("idle", 0.0), ("head", 0.0), ("stalled", STALLED_S)):
-            connection, since = next(iter(self._tables[what][1].items()), (None, now))
-            if connection is not None and now - since >= least_s:
-                return connection
+            for connection, since in itertools.islice(self._tables[what][1].items(), _LOOKED_AT):
+                if now - since < least_s:
+                    break
+                if what == "stalled" or not connection.has_unread():
+                    return connection
         return None
 
     def _wake_by(self, when: float) -> None:

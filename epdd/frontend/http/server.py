@@ -7,9 +7,12 @@ classes for connections are taken as a base for that.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
+import termios
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -213,6 +216,14 @@ class _Connection(RequestHandler):
         """As the book wants it."""
         if self.transport is not None:
             self.transport.abort()
+
+    def has_unread(self) -> bool:
+        """As the book wants it."""
+        if self.transport is None or self.transport.is_closing():
+            return False
+        waiting = array("i", [0])
+        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, waiting)
+        return bool(self._came or waiting[0])
 
     def _say(self, fault: EpddError) -> None:
         """An answer that no request waits for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import pytest
@@ -177,6 +178,41 @@ async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
     for client in busy + more:
         client.writer.close()
     await settle(lambda: house.door.inside == 0)
+
+
+class Newcomer:
+    """A connection that has just come, as the book of connections sees it."""
+
+    def expire(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def drop(self) -> None:
+        raise AssertionError("dropped")
+
+    def has_unread(self) -> bool:
+        return False
+
+
+@hosted(server={"connections_max": 4})
+async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
+    """Its bytes may wait in the kernel for as long as others keep the loop busy."""
+    book = house.context.connections
+    kept, fresh = await Client.come(house, GET), await Client.come(house)
+    await kept.answer()
+    idle = await Client.come(house, GET)
+    await idle.answer()
+    silent = await Client.come(house)
+    await settle(lambda: len(book) == 4)
+    for client in (kept, fresh):
+        os.write(client.writer.get_extra_info("socket").fileno(), GET)      # at once, not by the loop
+    newcomers = Newcomer(), Newcomer()
+    assert [book.opened(newcomer) for newcomer in newcomers] == [True, True]
+    for client in (silent, idle):
+        assert await client.rest() == b""
+    for client in (kept, fresh):
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+    for newcomer in newcomers:
+        book.ended(newcomer)
 
 
 def test_the_limit_of_descriptors(monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ settings.register_profile("epdd", deadline=None, suppress_health_check=[HealthCh
                           derandomize="CI" in os.environ)
 settings.load_profile("epdd")
 
+# A shell lets what it starts in the background ignore Ctrl-C, and the programs that tests send it would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What workers remember of this machine is not for its users.

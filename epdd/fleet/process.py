@@ -97,7 +97,7 @@ def _start(process: Any) -> None:
 def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
     """What the fork server imports once, by name: the daemon itself imports none of it."""
     if emulation is not None and not emulation.needs_torch:
-        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.engine", "epdd.worker.process.affinity"]
+        return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.prefill_decode", "epdd.worker.process.affinity"]
     return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]
 
 

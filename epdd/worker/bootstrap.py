@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import msgspec
@@ -30,11 +31,13 @@ from epdd.worker.process.thread_name import name_thread
 
 log = logging.getLogger(__name__)
 
-ROLES = {"encoder": ("epdd.worker.vision.encoder", "Encoder"), "pd": ("epdd.worker.language.engine", "Engine")}
-# Instead, on devices other than "cpu".
-GPU = {"encoder": ("epdd.worker.gpu.encoder", "GpuEncoder"), "pd": ("epdd.worker.gpu.engine", "GpuEngine")}
-EMULATED = {"encoder": ("epdd.worker.emulated.encoder", "EmulatedEncoder"),
-            "pd": ("epdd.worker.emulated.engine", "EmulatedEngine")}
+ROLES = {("encoder", "cpu"): "epdd.worker.vision.encoder:Encoder",
+         ("encoder", "gpu"): "epdd.worker.gpu.encoder:GpuEncoder",
+         ("encoder", "emulated"): "epdd.worker.emulated.encoder:EmulatedEncoder",
+         ("pd", "emulated"): "epdd.worker.emulated.prefill_decode:EmulatedPrefillDecode"}
+# Any other prefill-decode worker is the engine with its device's model runner.
+ENGINE = "epdd.worker.language.engine:Engine"
+RUNNERS = {"cpu": "epdd.worker.language.cpu_runner:CpuModelRunner", "gpu": "epdd.worker.gpu.runner:GpuModelRunner"}
 LAST_WORDS_S = 2.0      # for a Failed to reach the daemon before the exit
 OTHERS_S = 0.1          # between two looks whether the other encoders have reserved their slices
 
@@ -96,7 +99,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("import", 0.0)
     if spec.pace is None or spec.pace.answers == "demo":
         _set_up_torch(spec.threads)
-    role_class = role_of(spec)
+    make_role = role_of(spec)
     told("arena", 0.0)
     mapping = _map_arena(spec, arena, lambda done: told("arena", done))
     huge_bytes = 0
@@ -109,7 +112,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     waiting = (connection.wait,) if spec.pace else ()
     loads = spec.pace is None or spec.pace.answers == "demo"
     with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
-        role = role_class(spec, mapping, connection.send, *waiting)
+        role = make_role(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
     ready = role.warm_up(lambda done: told("warm-up", done))
@@ -117,11 +120,13 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
 
-def role_of(spec: wire.WorkerSpec) -> Any:
-    """The class of its role, on its device."""
-    roles = EMULATED if spec.pace else ROLES if spec.device == "cpu" else ROLES | GPU
-    module, name = roles[spec.role]
-    return getattr(importlib.import_module(module), name)
+def role_of(spec: wire.WorkerSpec) -> Callable[..., Any]:
+    """What makes the worker's role of (spec, arena, send), an emulated one of (spec, arena, send, wait)."""
+    device = "emulated" if spec.pace else "cpu" if spec.device == "cpu" else "gpu"
+    if (spec.role, device) in ROLES:
+        return resolve_name(ROLES[spec.role, device])  # type: ignore[no-any-return]
+    engine, runner = resolve_name(ENGINE), resolve_name(RUNNERS[device])
+    return lambda spec, arena, send: engine(spec, runner(spec, arena, send), send)
 
 
 def _set_up_torch(threads: int) -> None:

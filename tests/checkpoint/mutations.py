@@ -22,7 +22,8 @@ from epdd.checkpoint import Look
 from epdd.dispatch.request import Image
 from epdd.frontend.requests.messages import Conversation, ImageRef, Message
 from epdd.frontend.text.prompt import PromptMaker
-from epdd.worker.language import engine
+from epdd.worker.language.cpu_runner import CpuModelRunner
+from epdd.worker.language.engine import Engine
 from epdd.worker.vision import encoder
 from tests.models import checkpoints
 from tests.worker.language import pd
@@ -123,8 +124,8 @@ class Served:
         eyes.submit(wire.Encode("a", lease, grid, rows, PICTURE.size), file.getvalue())
         while eyes.busy:
             eyes.step()
-        tongue = engine.Engine(pd.spec(self._found.folder, eos_ids=self._family.eos_ids, kv_tokens=256), mapping,
-                               sent.append)
+        spec = pd.spec(self._found.folder, eos_ids=self._family.eos_ids, kv_tokens=256)
+        tongue = Engine(spec, CpuModelRunner(spec, mapping, sent.append), sent.append)
         span = wire.Span(prompt.index(self._family.image_token_id), rows, grid, lease, "float32", "picture")
         tongue.submit(wire.Generate("a", (span,), wire.Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)),
                       np.array(prompt, np.int32).tobytes())

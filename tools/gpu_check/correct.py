@@ -32,7 +32,7 @@ def prompts(folder: str) -> list[pd.Prompt]:
 
 def answers(check: Check, folder: str, dtype: str, **more: Any) -> list[list[int]]:
     """All prompts at once, through recorded decode steps where the device has them."""
-    bench = pd.Bench(folder, make=check.engine(), device="cpu" if check.cpu else "cuda:0", dtype=dtype,
+    bench = pd.Bench(folder, make=check.runner(), device="cpu" if check.cpu else "cuda:0", dtype=dtype,
                      max_batched_tokens=64, max_sequences=8, **more)
     bench.engine.warm_up(lambda done: None)
     for i, prompt in enumerate(prompts(folder)):
@@ -62,8 +62,8 @@ def kernels(check: Check) -> None:
     check.row("attention kernel", chosen[0] if chosen else "none: sdpa by sequence", "",
               f"torch {torch.__version__}")
     found = answers(check, folder, "bfloat16")
-    make = check.engine()
-    check.engine = lambda: partial(make, kernels={})    # type: ignore[method-assign]
+    make = check.runner()
+    check.runner = lambda: partial(make, kernels={})    # type: ignore[method-assign]
     wanted = answers(check, folder, "bfloat16")
     same = [next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(b)) / len(b) for a, b in zip(found, wanted)]
     check.row("qwen3_vl bfloat16", 100 * sum(same) / len(same), "%", "of each answer equal with and without the kernel")

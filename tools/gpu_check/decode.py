@@ -16,24 +16,24 @@ def measure(check: Check) -> None:
     prompt_tokens, steps, batches = (PROMPT_TOKENS, STEPS, (1, 8, 32)) if not check.cpu else (64, 8, (1, 4))
     rate = copy_rate(check)
     check.row("memory", rate / 1e9, "GB/s", "copied on the device, read and written")
-    bench = pd.Bench(str(check.checkpoint), make=check.engine(), device="cpu" if check.cpu else "cuda:0",
+    bench = pd.Bench(str(check.checkpoint), make=check.runner(), device="cpu" if check.cpu else "cuda:0",
                      dtype=check.dtype, max_batched_tokens=2048 if not check.cpu else 64, max_sequences=max(batches),
                      kv_tokens=max(batches) * 1024, prefix_cache=False)
     began = time.perf_counter()
     bench.engine.warm_up(lambda done: None)
-    graphs = bench.engine._graphs
+    graphs = bench.runner.graphs
     check.row("warm-up", time.perf_counter() - began, "s",
               f"decode graphs of {', '.join(map(str, graphs.sizes)) if graphs else 'no'} sequences")
-    model = bench.engine.model
+    model = bench.runner.language.model
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    config = bench.engine._text.config
+    config = bench.runner.language.text.config
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     for batch in batches:
         seconds = step_seconds(bench, batch, prompt_tokens, steps)
         least = (weights + batch * (prompt_tokens + steps / 2) * kv_bytes) / rate
         check.row(f"batch {batch}", batch / seconds, "tokens/s",
                   f"{1e3 * seconds:.2f} ms a step, {100 * least / seconds:.0f} % of what memory allows")
-    bench.engine._graphs = None
+    bench.runner.graphs = None
     seconds = step_seconds(bench, 1, prompt_tokens, steps)
     check.row("batch 1, no graphs", 1 / seconds, "tokens/s", f"{1e3 * seconds:.2f} ms a step")
     prefill(check, bench, 16 * prompt_tokens if not check.cpu else 2 * prompt_tokens)

@@ -51,13 +51,13 @@ class Check:
             return importlib.import_module("tests.worker.fake_cuda").FakeDevice()
         return importlib.import_module("epdd.worker.kernels.cuda").Device("cuda:0")
 
-    def engine(self) -> Callable[..., Any]:
-        """The prefill-decode role for this device."""
-        from epdd.worker.gpu import engine, flash
+    def runner(self) -> Callable[..., Any]:
+        """The model runner's class for this device."""
+        from epdd.worker.gpu import flash, runner
 
         if not self.cpu:
-            return engine.GpuEngine
-        return partial(engine.GpuEngine, device=self.device(), kernels={"by sequence": flash.by_sequence})
+            return runner.GpuModelRunner
+        return partial(runner.GpuModelRunner, device=self.device(), kernels={"by sequence": flash.by_sequence})
 
 
 def jpeg(width: int, height: int, seed: int) -> bytes:

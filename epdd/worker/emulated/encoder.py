@@ -13,11 +13,53 @@ import msgspec
 
 from epdd import families, wire
 from epdd.arena import Mapping
-from epdd.emulated_time import Clock
-from epdd.errors import ProtocolError
-from epdd.worker.emulated import rows
-from epdd.worker.emulated.paced import EmulatedTime, encoder_pace
-from epdd.worker.process.loop import Send
+from epdd.emulated_time import Clock, EmulatedModel, EncoderGroup
+from epdd.errors import ProtocolError, WorkerFailed
+from epdd.worker.emulated import pattern
+from epdd.worker.emulated.paced import EmulatedTime, sized_info
+from epdd.worker.process.loop import Send, failed
+
+
+class RowsEncoder:
+    """An encoder without a model: it writes a pattern of true size, and answers in `submit`.
+
+    Images are not decoded, so a file that is damaged behind its header is encoded like any other.
+    """
+
+    busy = False
+
+    def __init__(self, folder: str, model: EmulatedModel, arena: Mapping | None, send: Send) -> None:
+        if arena is None:
+            raise WorkerFailed("an encoder needs the arena")
+        self._arena, self._send = arena, send
+        self._family, self._dtype = sized_info(folder, model), model.dtype
+
+    def submit(self, message: wire.Encode, raw: bytes) -> None:
+        """Write the rows and answer Encoded, or Failed where they do not fit."""
+        try:
+            size = self._size(message)
+        except WorkerFailed as error:
+            self._send(failed(message.id, error))
+            return
+        pattern.write(self._arena.view(wire.Lease(message.lease.offset, size)), wire.content_hash(raw))
+        self._send(wire.Encoded(message.id, rows=message.rows, bytes=size, dtype=self._dtype, seconds=0.0))
+
+    def step(self) -> None:
+        """Nothing is left to do."""
+
+    def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
+        progress(1.0)
+        return wire.Ready(binding=wire.Binding((), (), 1), dtype=self._dtype)
+
+    def _size(self, message: wire.Encode) -> int:
+        rows = self._family.rows(message.grid)
+        if rows != message.rows:
+            raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
+        self._arena.view(message.lease)     # raises where the lease lies outside
+        size = self._family.embedding_bytes(rows, self._dtype)
+        if size > message.lease.size:
+            raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {size}")
+        return size
 
 
 class EmulatedEncoder(EmulatedTime):
@@ -26,11 +68,13 @@ class EmulatedEncoder(EmulatedTime):
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  wait: Callable[[float], None], clock: Clock | None = None) -> None:
         """Raises StartupError where the demo model cannot be loaded."""
-        pace, self._group = encoder_pace(spec)
+        pace = spec.pace
+        assert pace is not None and isinstance(pace.group, EncoderGroup)
         super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
+        self._group = pace.group
         self._answers: list[wire.FromWorker] = []
         if pace.model is not None:
-            self._core: Any = rows.RowsEncoder(spec, arena, self._answers.append)
+            self._core: Any = RowsEncoder(spec.model, pace.model, arena, self._answers.append)
         else:
             real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)

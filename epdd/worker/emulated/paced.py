@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from epdd import wire
-from epdd.emulated_time import Clock, EncoderGroup, Pace, PrefillDecodeGroup, Timeline
+from epdd import families, wire
+from epdd.emulated_time import Clock, EmulatedModel, Pace, Timeline
+from epdd.families import ModelInfo
 from epdd.worker.process.loop import Send
 
 log = logging.getLogger(__name__)
@@ -73,13 +75,7 @@ class EmulatedTime:
         return True
 
 
-def encoder_pace(spec: wire.WorkerSpec) -> tuple[Pace, EncoderGroup]:
-    """The pace of an encoder's spec."""
-    assert spec.pace is not None and isinstance(spec.pace.group, EncoderGroup)
-    return spec.pace, spec.pace.group
-
-
-def pd_pace(spec: wire.WorkerSpec) -> tuple[Pace, PrefillDecodeGroup]:
-    """The pace of a PD worker's spec."""
-    assert spec.pace is not None and isinstance(spec.pace.group, PrefillDecodeGroup)
-    return spec.pace, spec.pace.group
+def sized_info(folder: str, model: EmulatedModel) -> ModelInfo:
+    """The checkpoint's placeholders with the profile's sizes."""
+    return replace(families.load(folder), patch=model.patch, merge=model.merge, hidden=model.hidden,
+                   planes=model.planes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +23,7 @@ from epdd.errors import DeviceError, OutOfMemory
 from epdd.worker.gpu import pixels
 from epdd.worker.gpu.transfer import Transfer
 from epdd.worker.kernels import cuda
-from epdd.worker.process.loop import Send, failed
+from epdd.worker.process.loop import Send
 from epdd.worker.process.thread_name import name_thread
 from epdd.worker.vision import backends
 from epdd.worker.vision.decode_image import Pixels
@@ -128,20 +127,16 @@ class GpuEncoder(Encoder):
         found = cuda.fault(problem)
         if isinstance(found, DeviceError):
             raise found
-        return (found or problem).with_traceback(None)     # whose frames hold tensors
-
-    def _encode(self, batch: list[tuple[ImageTask, Any]], start: float) -> None:
-        problem = self._attempt(batch, start)
+        problem = (found or problem).with_traceback(None)       # its frames hold tensors
         if isinstance(problem, OutOfMemory):
             log.warning("%s no memory for a batch of %d", self._spec.name, len(batch))
             self._gpu.empty_cache()
-        if problem is not None and len(batch) > 1:
-            for item in batch:      # the innocent must not fail with the culprit
-                self._encode([item], time.monotonic())
-        elif problem is not None:
-            self._send(failed(batch[0][0].message.id, problem))     # out of memory, the daemon places it once more
-            if isinstance(problem, OutOfMemory):
-                self._prove()
+        return problem
+
+    def _refuse(self, message: wire.Encode, problem: Exception) -> None:
+        super()._refuse(message, problem)
+        if isinstance(problem, OutOfMemory):    # the daemon retries the image once
+            self._prove()
 
     def _prove(self) -> None:
         """Encode the smallest image, or end.  Raises DeviceError."""

@@ -9,7 +9,8 @@ import torch
 from epdd import wire
 from epdd.worker.gpu.transfer import Fetched, Transfer
 from epdd.worker.kernels.cuda import Device
-from epdd.worker.language.batch_inputs import HostRows, PromptSequence, pieces
+from epdd.worker.language.batch_inputs import HostRows, pieces
+from epdd.worker.language.model_runner import PromptSequence
 from epdd.worker.language.scheduler import Batch
 
 
@@ -44,6 +45,10 @@ class Leased:
         """A copy in the host's memory: the device's is planned for requests that need no second prefill."""
         rows = self.take(0, self.end - self.start)
         return HostRows(self.start, rows.to("cpu"))
+
+    def wait(self) -> None:
+        """Return when no copy from the lease is under way."""
+        self._device.synchronise(self._transfer.stream)
 
 
 def ask_ahead(batch: Batch[PromptSequence], budget: int) -> None:

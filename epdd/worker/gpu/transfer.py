@@ -107,12 +107,14 @@ class Transfer:
         """Whether a message is about arenas; if so it is dealt with, and answered."""
         if not isinstance(message, (wire.OpenArena, wire.CloseArena)):
             return False
-        _say(self.handle(message), send)
+        if (opened := self.handle(message)) is not None:
+            send(opened)
         return True
 
     def go_on(self, send: Send) -> None:
         """`idle`, and its answer sent."""
-        _say(self.idle(), send)
+        if (opened := self.idle()) is not None:
+            send(opened)
 
     def _close(self, arena: int) -> None:
         address, _ = self._arenas.pop(arena, (0, 0))
@@ -188,11 +190,6 @@ class Transfer:
         if lease.offset < 0 or lease.size < 0 or lease.offset + lease.size > size:
             raise WorkerFailed(f"lease [{lease.offset}, +{lease.size}) is outside arena {lease.arena} of {size} bytes")
         return address + lease.offset, lease.size
-
-
-def _say(opened: wire.Opened | None, send: Send) -> None:
-    if opened is not None:
-        send(opened)
 
 
 def _cut(address: int, size: int) -> list[tuple[int, int]]:

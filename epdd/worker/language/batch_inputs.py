@@ -7,30 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from epdd import wire
-from epdd.worker.language.sampling.sampler import Sampler
-from epdd.worker.language.scheduler import Batch, Sequence
-
-
-class PromptImage(Protocol):
-    """An image's embeddings: they take the places [start, end) of the prompt."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-    def take(self, low: int, high: int) -> torch.Tensor:
-        """Its rows [low, high), as [planes, rows, hidden]."""
-
-    def kept(self) -> PromptImage:
-        """The same in memory of our own."""
+from epdd.worker.language.model_runner import PromptImage, PromptSequence
+from epdd.worker.language.scheduler import Batch
 
 
 @dataclass(frozen=True)
@@ -39,6 +23,7 @@ class HostRows:
 
     start: int
     planes: torch.Tensor        # [planes, rows, hidden]
+    arena: None = None
 
     @property
     def end(self) -> int:
@@ -50,27 +35,8 @@ class HostRows:
     def kept(self) -> HostRows:
         return HostRows(self.start, self.planes.clone())
 
-
-@dataclass(eq=False, kw_only=True)
-class PromptSequence(Sequence):
-    """A sequence with what the model needs to compute and continue it."""
-
-    sampler: Sampler
-    stop_ids: frozenset[int]
-    max_tokens: int
-    positions: torch.Tensor | None      # [3, prompt]; None: 0, 1, 2...
-    delta: int                          # position of an answer's token less its index
-    images: list[PromptImage] = field(default_factory=list)
-    content: tuple[int, ...] = ()       # what the prompt is to the prefix cache; (): nothing
-    proven: int = 0                     # tokens in its memory from which finite logits came
-    cached: int = 0                     # tokens found at its beginning
-    leases_until: int = 0               # tokens to compute before no lease is read any more
-    prefilled: bool = False
-
-    @property
-    def items(self) -> list[int]:
-        """What prompt and answer so far are to the prefix cache."""
-        return [*self.content, *self.tokens[self.prompt:]] if self.content else []
+    def wait(self) -> None:
+        """Nothing copies in the background."""
 
 
 def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch
 
 from epdd import wire
 from epdd.errors import ModelError
+from epdd.worker.language.model_runner import LayerMemory
 from epdd.worker.language.prefix_cache import PrefixCache
 from epdd.worker.language.scheduler import BLOCK_SIZE
 
@@ -67,7 +68,7 @@ class Step:
         return keys, values
 
 
-class KVPool:
+class KVPool(LayerMemory):
     """Keys and values [kv heads, tokens, head size] of each layer."""
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:

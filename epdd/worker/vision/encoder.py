@@ -191,10 +191,13 @@ class Encoder:
     def _encode(self, batch: list[tuple[ImageTask, Any]], start: float) -> None:
         problem = self._attempt(batch, start)
         if problem is not None and len(batch) == 1:
-            self._send(failed(batch[0][0].message.id, problem))
+            self._refuse(batch[0][0].message, problem)
         elif problem is not None:
-            for item in batch:      # the innocent must not fail with the culprit
+            for item in batch:      # a fault of one image must not fail the others
                 self._encode([item], time.monotonic())
+
+    def _refuse(self, message: wire.Encode, problem: Exception) -> None:
+        self._send(failed(message.id, problem))
 
     def _attempt(self, batch: list[tuple[ImageTask, Any]], start: float) -> Exception | None:
         """Encode a batch and answer, or none of it, and what was wrong."""

@@ -13,7 +13,7 @@ from epdd.errors import ProtocolError, WorkerFailed
 from epdd.families import DEMO
 from epdd.worker.emulated import paced, pattern
 from epdd.worker.emulated.encoder import EmulatedEncoder
-from epdd.worker.emulated.engine import EmulatedEngine
+from epdd.worker.emulated.prefill_decode import EmulatedPrefillDecode
 from tests.worker.language import pd
 
 MODEL = EmulatedModel(hidden=8, planes=2, dtype="bfloat16", patch=8, merge=2, min_pixels=256, max_pixels=65536)
@@ -35,7 +35,7 @@ class World:
         role = "encoder" if isinstance(group, EncoderGroup) else "pd"
         pace = Pace(answers="rows", scale=scale, seed=0, group=group, model=MODEL, text=TEXT)
         spec = pd.spec(str(DEMO), role, pace=pace, max_model_len=2048, **options)
-        self.role: Any = (EmulatedEncoder if role == "encoder" else EmulatedEngine)(
+        self.role: Any = (EmulatedEncoder if role == "encoder" else EmulatedPrefillDecode)(
             spec, self.mapping, lambda message: self.said.append((self.now, message)), self.wait,
             Clock(scale, lambda: self.now))
         self.ready: wire.Ready = self.role.warm_up(lambda done: None)

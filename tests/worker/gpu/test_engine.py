@@ -14,7 +14,7 @@ import torch
 from epdd import wire
 from epdd.errors import DeviceError
 from epdd.worker.gpu import flash, graphs
-from epdd.worker.gpu.engine import GpuEngine
+from epdd.worker.gpu.runner import GpuModelRunner
 from tests.models import checkpoints
 from tests.worker.fake_cuda import FakeDevice
 from tests.worker.language import pd
@@ -26,7 +26,7 @@ KERNELS: dict[str, flash.Kernel] = {"by sequence": flash.by_sequence}
 def bench(folder: str, device: FakeDevice | None = None, kernels: dict[str, flash.Kernel] = KERNELS, warm: bool = True,
           **options: Any) -> pd.Bench:
     device = device or FakeDevice()
-    made = pd.Bench(folder, make=partial(GpuEngine, device=device, kernels=kernels),  # type: ignore[arg-type]
+    made = pd.Bench(folder, make=partial(GpuModelRunner, device=device, kernels=kernels),  # type: ignore[arg-type]
                     **({"max_sequences": 8} | options))
     if warm:
         made.engine.warm_up(lambda done: None)
@@ -118,13 +118,13 @@ def test_a_fault_of_the_device_ends_the_worker_and_memory_that_ran_out_a_batch(
 
     ours.submit("a", prompts(folder, 1)["0"])
     with monkeypatch.context() as patched:
-        patched.setattr(ours.engine, "_hidden", fail("CUDA error: out of memory"))
+        patched.setattr(ours.runner.language, "hidden", fail("CUDA error: out of memory"))
         ours.engine.step()
     last = ours.of("a")[-1]
     assert isinstance(last, wire.Failed) and last.code == "out_of_memory"
     ours.submit("b", prompts(folder, 1)["0"])
     with monkeypatch.context() as patched:
-        patched.setattr(ours.engine, "_hidden", fail("CUDA error: an illegal memory access was encountered"))
+        patched.setattr(ours.runner.language, "hidden", fail("CUDA error: an illegal memory access was encountered"))
         with pytest.raises(DeviceError):
             ours.engine.step()
 

@@ -191,7 +191,7 @@ def test_a_model_is_exchanged_only_where_its_layers_come_out_right(
 @built
 def test_weights_are_not_copied(checkpoint: Callable[..., str]) -> None:
     bench = pd.Bench(checkpoint("qwen3_vl"))
-    model = bench.engine.model
+    model = bench.runner.language.model
     weights = {p.data_ptr() for p in model.parameters()}
     for exchanged in model.get_decoder().layers:
         shape = exchanged._shape
@@ -212,7 +212,7 @@ def test_without_kernels_the_answers_are_the_same_and_an_operator_is_told(
     for i, prompt in enumerate(prompts):
         bench.submit(str(i), prompt)
     answers = bench.run()
-    assert bench.engine._kernels is False
+    assert bench.runner.kernels is False
     for i, prompt in enumerate(prompts):
         assert answers[str(i)] == checkpoints.reference_generate(folder, prompt.tokens, [], 12)
 
@@ -245,7 +245,7 @@ def test_keys_and_values_in_half_the_memory(checkpoint: Callable[..., str], monk
         bench.submit("x", pd.prompt(folder, [80, checkpoints.picture(60, 40), 30], 1), max_tokens=2, logprobs=0)
         bench.run()
         found[kv_dtype] = SimpleNamespace(
-            tokens=bench.engine._scheduler.capacity, dtype=bench.engine._pool.layer(0)[0].dtype,
+            tokens=bench.engine._scheduler.capacity, dtype=bench.runner.memory.layer(0)[0].dtype,
             logprobs=[m.logprobs[0].logprob for m in bench.of("x") if isinstance(m, pd.wire.Tokens)])
     assert found["bfloat16"].tokens // BLOCK_SIZE == 2 * found["auto"].tokens // BLOCK_SIZE
     assert (found["auto"].dtype, found["bfloat16"].dtype) == (torch.float32, torch.bfloat16)

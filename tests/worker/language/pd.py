@@ -16,7 +16,9 @@ from tokenizers import Tokenizer
 
 from epdd import arena, families, wire
 from epdd.families.vocabulary import Vocabulary
-from epdd.worker.language import engine
+from epdd.worker.language.cpu_runner import CpuModelRunner
+from epdd.worker.language.engine import Engine
+from epdd.worker.language.scheduler import HEADROOM_TOKENS
 from tests.models import checkpoints
 
 
@@ -63,15 +65,18 @@ def _vocabulary(folder: str) -> Vocabulary:
 class Bench:
     """Engine, arena and the answers so far."""
 
-    def __init__(self, folder: str, headroom: int = engine.HEADROOM_TOKENS,
-                 make: Callable[..., engine.Engine] = engine.Engine, embedded_by: str = "", **options: Any) -> None:
-        """`embedded_by`: the checkpoint whose tower makes the images' rows, if not this one's."""
+    def __init__(self, folder: str, headroom: int = HEADROOM_TOKENS, make: Callable[..., Any] = CpuModelRunner,
+                 embedded_by: str = "", **options: Any) -> None:
+        """`make`: the model runner's class.  `embedded_by`: the checkpoint whose tower makes the images' rows, if not
+        this one's."""
         self.family = families.load(folder)
         self._folder = embedded_by or folder
         self._arena = arena.Mapping(arena.create(ARENA_BYTES), ARENA_BYTES)
         self._at = 0
         self.sent: list[wire.FromWorker] = []
-        self.engine = make(spec(folder, **options), self._arena, self.sent.append, headroom)
+        made = spec(folder, **options)
+        self.runner = make(made, self._arena, self.sent.append)
+        self.engine = Engine(made, self.runner, self.sent.append, headroom)
 
     def submit(self, work_id: str, prompt: Prompt, **sampling: Any) -> list[wire.Lease]:
         """Greedy unless told otherwise; the leases that the request reads."""

@@ -220,7 +220,7 @@ def test_a_fault_of_a_step_fails_its_batch_and_the_worker_lives(checkpoint: Call
         raise RuntimeError("out of memory at 0x7f00")
 
     with monkeypatch.context() as patched:
-        patched.setattr(bench.engine, "_run", fail)
+        patched.setattr(bench.runner, "execute", fail)
         bench.engine.step()
     assert bench.sent == [wire.Failed("a", "internal_error", "the worker failed on this request")]
     assert not bench.engine.busy and bench.engine.beat().kv_used == 0
@@ -280,7 +280,7 @@ def test_ready_tells_capacity_and_warm_up_leaves_nothing(checkpoint: Callable[..
     ready = bench.engine.warm_up(lambda done: None)
     assert (ready.kv_tokens, ready.max_model_len, ready.dtype) == (960, 960, "float32")
     assert not bench.sent and bench.engine.beat() == wire.Heartbeat(steps=0)
-    assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, max_model_len=100).engine.max_model_len == 100
+    assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, max_model_len=100).runner.ready.max_model_len == 100
     heads_bytes = 2 * 3 * 2 * 16 * 4
     by_bytes = pd.Bench(folder, kv_tokens=0, kv_bytes=heads_bytes * 640).engine.warm_up(lambda done: None)
     assert by_bytes.kv_tokens == 640
@@ -293,5 +293,5 @@ def test_bfloat16_weights_answer_too(checkpoint: Callable[..., str]) -> None:
     bench = pd.Bench(folder, dtype="bfloat16")
     bench.submit("x", prompts(folder, 2)["1"], logprobs=0)
     answer = bench.run()["x"]
-    assert answer and bench.engine.dtype is torch.bfloat16
+    assert answer and bench.runner.language.dtype is torch.bfloat16
     assert all(math.isfinite(m.logprobs[0].logprob) for m in bench.of("x") if isinstance(m, wire.Tokens))

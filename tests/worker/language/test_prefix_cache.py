@@ -174,13 +174,13 @@ def test_choices_share_one_prefill(checkpoint: Callable[..., str], budget: int) 
 
 def count_rows(bench: pd.Bench) -> Callable[[], int]:
     """Rows that the engine's steps compute from now on."""
-    rows, run = [0], bench.engine._run
+    rows, run = [0], bench.runner.execute
 
     def counted(batch: Any) -> Any:
         rows[0] += sum(count for _, count in batch.chunks)
         return run(batch)
 
-    bench.engine._run = counted     # type: ignore[method-assign]
+    bench.runner.execute = counted     # type: ignore[method-assign]
     return lambda: rows[0]
 
 
@@ -278,12 +278,12 @@ def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable
     while not bench.engine.beat().preempted:
         bench.engine.step()
     assert len(bench.of("x")) > 1
-    bench.engine._pool.forget()
+    bench.runner.memory.forget()
     bench.engine.cancel("older")
     bench.engine.step()
     assert 0 < bench.engine._requests["x"].computed < len(prompt.tokens)
-    first = bench.engine._pool.offset("x") + bench.engine._requests["x"].computed
-    for pool in (*bench.engine._pool._keys, *bench.engine._pool._values):
+    first = bench.runner.memory.offset("x") + bench.engine._requests["x"].computed
+    for pool in (*bench.runner.memory._keys, *bench.runner.memory._values):
         pool[:, first:] = 7.0       # nothing of before is there
     bench.engine.cancel("x")
     bench.submit("y", prompt)

@@ -80,12 +80,10 @@ def serve(workers, arena_fd, binding):
     import torch
 
     from epdd.arena import Mapping
-    from epdd.worker.vision import encoder
-    from epdd.worker.language import engine
+    from epdd.worker import bootstrap
     from epdd.worker.process import loop
     from epdd.worker.kernels import mkl
 
-    roles = {"encoder": encoder.Encoder, "pd": engine.Engine}
     mkl.settle()
     torch.set_num_threads(binding.threads)
     torch.set_num_interop_threads(1)
@@ -95,7 +93,7 @@ def serve(workers, arena_fd, binding):
     for spec, fd in workers:
         readable.register(fd, select.POLLIN)
         connection = loop.DaemonConnection(fd)
-        role = roles[spec.role](spec, mapping, connection.send)
+        role = bootstrap.role_of(spec)(spec, mapping, connection.send)
         members.append((connection, role))
         connection.send(msgspec.structs.replace(role.warm_up(lambda done: None), binding=binding))
         connection.flush()

@@ -39,7 +39,9 @@ from transformers import AutoModelForImageTextToText, LogitsProcessor, LogitsPro
 
 from epdd import wire
 from epdd.worker.kernels import mkl, native
-from epdd.worker.language import cpu_layer, engine
+from epdd.worker.language import cpu_layer
+from epdd.worker.language.cpu_runner import CpuModelRunner
+from epdd.worker.language.engine import Engine
 
 CONTESTANTS = ("epdd", "epdd without kernels", "transformers")
 PREFILL = 512               # tokens: a full chunk of epdd's
@@ -156,10 +158,10 @@ class Epdd:
         self._sent: list[wire.FromWorker] = []
         spec = wire.WorkerSpec(role="pd", name="pd/0", model=folder, device="cpu", cpus=(), numa_node=None,
                                threads=args.threads, dtype=dtype, arena_bytes=0, kv_tokens=8192, prefix_cache=False)
-        self._engine = engine.Engine(spec, None, self._sent.append)
-        model = self._engine.model
-        embedding = sum(p.nbytes for p in model.get_input_embeddings().parameters())
-        self.weight_bytes = self._engine._parameters * self._engine.dtype.itemsize - embedding
+        runner = CpuModelRunner(spec, None, self._sent.append)
+        self._engine = Engine(spec, runner, self._sent.append)
+        embedding = sum(p.nbytes for p in runner.language.embed.parameters())
+        self.weight_bytes = runner.ready.parameters * runner.language.dtype.itemsize - embedding
 
     def decode(self, prompts: list[list[int]], steps: int) -> tuple[float, list[list[int]]]:
         """Median seconds of a step with all of them, and their tokens."""

@@ -124,4 +124,4 @@ def anonymous() -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
-bootstrap.ROLES |= {"encoder": ("handover_worker", "Writer"), "pd": ("handover_worker", "Reader")}
+bootstrap.role_of = lambda spec: {"encoder": Writer, "pd": Reader}[spec.role]

@@ -204,7 +204,7 @@ def test_a_request_without_a_grammar_asks_for_no_mask(checkpoint: Callable[..., 
     bench.submit("x", pd.prompt(folder, [20]), max_tokens=5)
     assert all(request.sampler.plain for request in bench.engine._requests.values())
     bench.run()
-    assert "_tokenizer" not in vars(bench.engine._constraints)
+    assert "_tokenizer" not in vars(bench.runner.language.constraints)
 
 
 def test_text_is_free_until_a_call_begins(checkpoint: Callable[..., str]) -> None:

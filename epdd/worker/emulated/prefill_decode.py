@@ -1,7 +1,7 @@
 """The emulated prefill-decode role: continuous batching, each step for as long as the time model says.
 
-The real scheduler decides who is in a step (`worker/language/scheduler.py`), also for rows without a model.  A step of
-`prefill` prompt tokens and `decoding` sequences takes
+The real engine decides who is in a step (`worker/language/engine.py`), also without a model.  A step of `prefill`
+prompt tokens and `decoding` sequences takes
 
     max(decode.a, prefill / prefill_tokens_per_s) + decode.b * decoding + decode.c * decoding^2
 
@@ -14,64 +14,67 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from epdd import wire
 from epdd.arena import Mapping
-from epdd.emulated_time import Clock
-from epdd.worker.emulated import rows
-from epdd.worker.emulated.paced import EmulatedTime, pd_pace
+from epdd.emulated_time import Clock, PrefillDecodeGroup
+from epdd.worker.emulated.paced import EmulatedTime
+from epdd.worker.emulated.runner import EmulatedModelRunner
+from epdd.worker.language.engine import Engine
+from epdd.worker.language.model_runner import ModelRunner
 from epdd.worker.process.loop import Send
 
 
-class EmulatedEngine(EmulatedTime):
-    """Paces a core that generates for real, or says a fixed text."""
+class EmulatedPrefillDecode(EmulatedTime):
+    """Holds back what the engine answers, with the demo model on a CPU or without a model."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  wait: Callable[[float], None], clock: Clock | None = None) -> None:
         """Raises StartupError where the demo model cannot be loaded."""
-        pace, self._group = pd_pace(spec)
+        pace = spec.pace
+        assert pace is not None and isinstance(pace.group, PrefillDecodeGroup)
         super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
+        self._group = pace.group
         self._answers: list[wire.FromWorker] = []
         if pace.model is not None:
-            self._core: Any = rows.RowsEngine(spec, arena, self._answers.append)
+            runner: ModelRunner = EmulatedModelRunner(spec, pace.model, pace.text, arena)
         else:
-            real = importlib.import_module("epdd.worker.emulated.demo").DemoEngine
-            self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
+            cpu = importlib.import_module("epdd.worker.language.cpu_runner")
+            runner = cpu.CpuModelRunner(replace(spec, device="cpu"), arena, self._answers.append)
+        self._engine = Engine(spec, runner, self._answers.append)
         self._arrived = 0.0         # of what ended the last idle time
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
         """Queue a request; a bad one is answered at once.  Raises ProtocolError on another role's work."""
         if not self.busy:
             self._arrived = self.clock.now()
-        self._core.submit(message, raw)
+        self._engine.submit(message, raw)
         self._pass_on()
 
     def cancel(self, work_id: str) -> None:
         """Drop a request; what the present step has for it is not said any more."""
-        self._core.cancel(work_id)
+        self._engine.cancel(work_id)
         if self._answers:       # it was not at its end yet
             self._held = [message for message in self._held if getattr(message, "id", None) != work_id]
         self._pass_on()
 
     @property
     def busy(self) -> bool:
-        return self.computing or bool(self._core.busy)
+        return self.computing or self._engine.busy
 
     def beat(self) -> wire.Heartbeat:
-        beat: wire.Heartbeat = self._core.beat()
-        return beat
+        return self._engine.beat()
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
-        """The core's own; the emulated clock starts here."""
-        ready: wire.Ready = self._core.warm_up(progress)
+        """As of the engine; the emulated clock starts here."""
+        ready = self._engine.warm_up(progress)
         self._answers.clear()
         self.clock.start()
         return ready
 
     def _begin(self) -> None:
-        self._core.step()
-        prefill, decoding = self._core.load
+        self._engine.step()
+        prefill, decoding = self._engine.load
         if not prefill + decoding:      # everybody was preempted: the next step computes
             self._pass_on()
             return

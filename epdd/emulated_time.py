@@ -1,7 +1,7 @@
 """How an emulated worker spends its time: plain data that crosses in its spec, a clock and a timeline.
 
-A profile file is made of these structs, so every value has been checked when a `Pace` exists.  No I/O here but
-reading the monotonic clock.
+A profile file is made of these structs, so every value has been checked when an `EmulatedWorker` exists.  No I/O here
+but reading the monotonic clock.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class EmulatedModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("max_pixels must hold min_pixels, and a square of patch * merge pixels a side")
 
 
-class Pace(Struct, frozen=True, kw_only=True):
+class EmulatedWorker(Struct, frozen=True, kw_only=True):
     """All that an emulated worker needs to know."""
 
     answers: Literal["rows", "demo"]

@@ -17,7 +17,7 @@ from typing import Annotated, Generic, TypeVar, Union
 
 import msgspec
 
-from epdd.emulated_time import Pace
+from epdd.emulated_time import EmulatedWorker
 from epdd.errors import ProtocolError
 
 HEAD = struct.Struct("<II")
@@ -55,9 +55,9 @@ class WorkerSpec:
     quantize: str = ""              # encoder: "int8" where that is faster and near enough; empty: never
     kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
     prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
-    beat_s: float = 1.0             # seconds between beats of the working loop
+    heartbeat_s: float = 1.0        # seconds between heartbeats of the working loop
     log_level: str = "info"
-    pace: Pace | None = None        # emulated: how its time passes
+    emulated: EmulatedWorker | None = None  # how its time passes; None: a real worker
 
     @property
     def seat(self) -> tuple[str, tuple[int, ...], int | None, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from epdd.emulated_time import SCALE_MAX, SCALE_MIN, EncoderGroup, Pace, PrefillDecodeGroup
+from epdd.emulated_time import SCALE_MAX, SCALE_MIN, EncoderGroup, EmulatedWorker, PrefillDecodeGroup
 from epdd.emulation.profile import Profile, read
 from epdd.errors import ConfigError
 from epdd.families import ModelInfo
@@ -35,11 +35,11 @@ class Emulation:
                        max_pixels=model.max_pixels, hidden=model.hidden, planes=model.planes,
                        max_model_len=context_max)
 
-    def pace(self, group: EncoderGroup | PrefillDecodeGroup) -> Pace:
+    def worker(self, group: EncoderGroup | PrefillDecodeGroup) -> EmulatedWorker:
         """For the spec of a worker of this group."""
         profile = self.profile
-        return Pace(answers=profile.answers, scale=self.scale, seed=profile.seed, group=group, model=profile.model,
-                    text=self.text)
+        return EmulatedWorker(answers=profile.answers, scale=self.scale, seed=profile.seed, group=group,
+                              model=profile.model, text=self.text)
 
     @property
     def needs_torch(self) -> bool:

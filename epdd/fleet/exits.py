@@ -54,7 +54,7 @@ async def gpu_lost(spec: WorkerSpec) -> str:
 
     To be asked after a death, whatever the exit code says: who is killed in the middle of a call tells nothing.
     """
-    if spec.device == "cpu" or spec.pace is not None:
+    if spec.device == "cpu" or spec.emulated is not None:
         return ""
     # In a thread: a driver in trouble takes its time.
     found = await asyncio.get_running_loop().run_in_executor(None, gpus.lost, int(spec.device.partition(":")[2]))

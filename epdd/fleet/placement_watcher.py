@@ -78,7 +78,7 @@ class PlacementWatcher:
 
         Compared with what could be bound at the start, so that a binding that is denied is not tried for ever.
         """
-        if worker.process is None or worker.ready is None or worker.restarting or worker.spec.pace is not None:
+        if worker.process is None or worker.ready is None or worker.restarting or worker.spec.emulated is not None:
             return      # what is emulated is bound to nothing
         pid, bound = worker.process.pid, set(worker.ready.binding.cpus)
         strays = [tid for tid, cpus in binding.threads(pid).items() if not cpus <= bound or tid == pid and cpus < bound]

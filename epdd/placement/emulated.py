@@ -68,5 +68,5 @@ def _spec(emulation: Emulation, config: Config, family: ModelInfo, arena_bytes: 
         name=name, role=name.partition("/")[0], device="cpu" if group.kind == "cpu" else f"cuda:{next(gpus)}",
         cpus=(), numa_node=None, threads=1, model=family.folder, dtype=config.model.dtype, arena_bytes=arena_bytes,
         huge_pages=config.arena.huge_pages, max_batched_tokens=config.pd.max_batched_tokens,
-        max_sequences=config.pd.max_sequences, log_level=config.log.level, pace=emulation.pace(group))
+        max_sequences=config.pd.max_sequences, log_level=config.log.level, emulated=emulation.worker(group))
     return WorkerSpec(**{**fields, **options})  # type: ignore[arg-type]

@@ -70,18 +70,18 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
         role, ready = _start(spec, arena, connection)
         # Threads as torch has them; its own word is in what the role made.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
-        abilities = (("emulated",) if spec.pace
+        abilities = (("emulated",) if spec.emulated
                      else importlib.import_module("epdd.worker.weights.load").abilities(spec.device))
         connection.send(msgspec.structs.replace(ready, binding=binding, abilities=abilities,
                                                 seconds=time.monotonic() - begin))
         log.debug("%s ready seconds=%.1f dtype=%s parameters=%d", spec.name, time.monotonic() - begin,
                   ready.dtype, ready.parameters)
-        loop.run(connection, role, spec.beat_s)
+        loop.run(connection, role, spec.heartbeat_s)
     except ConnectionError:
         return      # the daemon is gone
     except Exception as error:
         leaving.set()
-        if spec.device != "cpu" and spec.pace is None:
+        if spec.device != "cpu" and spec.emulated is None:
             error = importlib.import_module("epdd.worker.kernels.cuda").fault(error) or error
         _last_words(spec, connection, error)
         sys.exit(error.exit_code if isinstance(error, (StartupError, DeviceError)) else 1)
@@ -97,7 +97,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
         connection.flush()
 
     told("import", 0.0)
-    if spec.pace is None or spec.pace.answers == "demo":
+    if spec.emulated is None or spec.emulated.answers == "demo":
         _set_up_torch(spec.threads)
     make_role = role_of(spec)
     told("arena", 0.0)
@@ -109,9 +109,9 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
     told("weights", 0.0)
     weights.check(spec.model, spec.weights)
     # An emulated role lets time pass by waiting for the socket.
-    waiting = (connection.wait,) if spec.pace else ()
-    loads = spec.pace is None or spec.pace.answers == "demo"
-    with readahead.beside(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+    waiting = (connection.wait,) if spec.emulated else ()
+    loads = spec.emulated is None or spec.emulated.answers == "demo"
+    with readahead.read_ahead(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
         role = make_role(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
     told("warm-up", 0.0)
@@ -122,7 +122,7 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
 
 def role_of(spec: wire.WorkerSpec) -> Callable[..., Any]:
     """What makes the worker's role of (spec, arena, send), an emulated one of (spec, arena, send, wait)."""
-    device = "emulated" if spec.pace else "cpu" if spec.device == "cpu" else "gpu"
+    device = "emulated" if spec.emulated else "cpu" if spec.device == "cpu" else "gpu"
     if (spec.role, device) in ROLES:
         return resolve_name(ROLES[spec.role, device])  # type: ignore[no-any-return]
     engine, runner = resolve_name(ENGINE), resolve_name(RUNNERS[device])
@@ -132,7 +132,7 @@ def role_of(spec: wire.WorkerSpec) -> Callable[..., Any]:
 def _set_up_torch(threads: int) -> None:
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
-    importlib.import_module("epdd.worker.kernels.mkl").settle()
+    importlib.import_module("epdd.worker.kernels.mkl").warm_up_vml()
     torch.set_num_interop_threads(1)
 
 

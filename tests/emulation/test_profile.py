@@ -87,7 +87,7 @@ def test_a_file_and_the_scale(tmp_path):
     made = load(str(file))
     assert made.profile.encoder[1].seconds == ((16, 0.1), (64, 0.2)) and made.needs_torch
     assert made.label() == {"profile": "small", "about": "two workers", "answers": "demo", "scale": 1.0}
-    assert load(str(file), 10.0).pace(made.profile.encoder[0]).scale == 10.0
+    assert load(str(file), 10.0).worker(made.profile.encoder[0]).scale == 10.0
 
 
 def test_settings_name_the_profile(monkeypatch, tmp_path):

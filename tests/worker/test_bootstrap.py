@@ -77,7 +77,7 @@ def start() -> Iterator[Start]:
     workers: list[Worker] = []
 
     def begin(folder: str, role: str, **options: Any) -> Worker:
-        workers.append(Worker(server, pd.spec(folder, role, beat_s=0.1, **options), fd))
+        workers.append(Worker(server, pd.spec(folder, role, heartbeat_s=0.1, **options), fd))
         return workers[-1]
 
     yield begin

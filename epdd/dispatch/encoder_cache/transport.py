@@ -63,7 +63,7 @@ class EmbeddingTransport:
                 self._add(worker, worker.ready, worker.ready.pool)
         pinned = all(worker.was_ready or worker.state is State.FAILED for worker in self._supervisor.role("encoder"))
         for worker in self._supervisor.workers:
-            if worker.kind == "gpu" and worker.ready is not None and worker.spec.pace is None:
+            if worker.kind == "gpu" and worker.ready is not None and worker.spec.emulated is None:
                 self._tell(worker, worker.ready, pinned)
 
     def _add(self, worker: Worker, ready: Ready, pool: GpuPool) -> None:

@@ -16,7 +16,7 @@ from epdd.arena import Mapping
 from epdd.emulated_time import Clock, EmulatedModel, EncoderGroup
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker.emulated import pattern
-from epdd.worker.emulated.paced import EmulatedTime, sized_info
+from epdd.worker.emulated.delay import EmulatedTime, sized_info
 from epdd.worker.process.loop import Send, failed
 
 
@@ -35,7 +35,7 @@ class RowsEncoder:
         self._family, self._dtype = sized_info(folder, model), model.dtype
 
     def submit(self, message: wire.Encode, raw: bytes) -> None:
-        """Write the rows and answer Encoded, or Failed where they do not fit."""
+        """Write the rows and answer Encoded, or Failed if they do not fit."""
         try:
             size = self._size(message)
         except WorkerFailed as error:
@@ -55,7 +55,7 @@ class RowsEncoder:
         rows = self._family.rows(message.grid)
         if rows != message.rows:
             raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
-        self._arena.view(message.lease)     # raises where the lease lies outside
+        self._arena.view(message.lease)     # raises if the lease lies outside
         size = self._family.embedding_bytes(rows, self._dtype)
         if size > message.lease.size:
             raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {size}")
@@ -63,26 +63,26 @@ class RowsEncoder:
 
 
 class EmulatedEncoder(EmulatedTime):
-    """Paces a core that encodes for real, or writes rows of true size."""
+    """Delays the answers of a core: the demo model's encoder, or one that writes rows of true size."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  wait: Callable[[float], None], clock: Clock | None = None) -> None:
         """Raises StartupError where the demo model cannot be loaded."""
-        pace = spec.pace
-        assert pace is not None and isinstance(pace.group, EncoderGroup)
-        super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
-        self._group = pace.group
+        emulated = spec.emulated
+        assert emulated is not None and isinstance(emulated.group, EncoderGroup)
+        super().__init__(spec.name, emulated, send, wait, clock or Clock(emulated.scale))
+        self._group = emulated.group
         self._answers: list[wire.FromWorker] = []
-        if pace.model is not None:
-            self._core: Any = RowsEncoder(spec.model, pace.model, arena, self._answers.append)
+        if emulated.model is not None:
+            self._core: Any = RowsEncoder(spec.model, emulated.model, arena, self._answers.append)
         else:
             real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
         self._waiting: deque[tuple[wire.Encode, bytes, float]] = deque()     # with its arrival
         self._family = families.load(spec.model)
         self._patches_max = self._family.rows_max * self._family.merge ** 2
-        if pace.model is not None:
-            self._patches_max = pace.model.max_pixels // pace.model.patch ** 2
+        if emulated.model is not None:
+            self._patches_max = emulated.model.max_pixels // emulated.model.patch ** 2
         self._steps = 0
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
@@ -92,7 +92,7 @@ class EmulatedEncoder(EmulatedTime):
         self._waiting.append((message, raw, self.clock.now()))
 
     def cancel(self, work_id: str) -> None:
-        """Drop an image that waits; one that has begun is encoded to its end, as on a real device."""
+        """Drop a waiting image; one that has begun is encoded to its end, as on a real device."""
         for job in self._waiting:
             if job[0].id == work_id:
                 self._waiting.remove(job)
@@ -103,7 +103,7 @@ class EmulatedEncoder(EmulatedTime):
     def busy(self) -> bool:
         return self.computing or bool(self._waiting)
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         return wire.Heartbeat(steps=self._steps, running=int(self.computing), waiting=len(self._waiting))
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
@@ -126,4 +126,4 @@ class EmulatedEncoder(EmulatedTime):
             self._send(answer)      # a refusal takes no device time
             return
         seconds = self._spend(arrived, self._group.image_seconds(math.prod(message.grid)))
-        self._held = [msgspec.structs.replace(answer, seconds=self.clock.real(seconds))]
+        self._delayed = [msgspec.structs.replace(answer, seconds=self.clock.real(seconds))]

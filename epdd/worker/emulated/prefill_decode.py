@@ -18,7 +18,7 @@ from dataclasses import replace
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.emulated_time import Clock, PrefillDecodeGroup
-from epdd.worker.emulated.paced import EmulatedTime
+from epdd.worker.emulated.delay import EmulatedTime
 from epdd.worker.emulated.runner import EmulatedModelRunner
 from epdd.worker.language.engine import Engine
 from epdd.worker.language.model_runner import ModelRunner
@@ -26,23 +26,23 @@ from epdd.worker.process.loop import Send
 
 
 class EmulatedPrefillDecode(EmulatedTime):
-    """Holds back what the engine answers, with the demo model on a CPU or without a model."""
+    """Delays what the engine answers, with the demo model on a CPU or without a model."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  wait: Callable[[float], None], clock: Clock | None = None) -> None:
         """Raises StartupError where the demo model cannot be loaded."""
-        pace = spec.pace
-        assert pace is not None and isinstance(pace.group, PrefillDecodeGroup)
-        super().__init__(spec.name, pace, send, wait, clock or Clock(pace.scale))
-        self._group = pace.group
+        emulated = spec.emulated
+        assert emulated is not None and isinstance(emulated.group, PrefillDecodeGroup)
+        super().__init__(spec.name, emulated, send, wait, clock or Clock(emulated.scale))
+        self._group = emulated.group
         self._answers: list[wire.FromWorker] = []
-        if pace.model is not None:
-            runner: ModelRunner = EmulatedModelRunner(spec, pace.model, pace.text, arena)
+        if emulated.model is not None:
+            runner: ModelRunner = EmulatedModelRunner(spec, emulated.model, emulated.text, arena)
         else:
             cpu = importlib.import_module("epdd.worker.language.cpu_runner")
             runner = cpu.CpuModelRunner(replace(spec, device="cpu"), arena, self._answers.append)
         self._engine = Engine(spec, runner, self._answers.append)
-        self._arrived = 0.0         # of what ended the last idle time
+        self._arrived = 0.0         # when the last idle time ended
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
         """Queue a request; a bad one is answered at once.  Raises ProtocolError on another role's work."""
@@ -52,18 +52,18 @@ class EmulatedPrefillDecode(EmulatedTime):
         self._pass_on()
 
     def cancel(self, work_id: str) -> None:
-        """Drop a request; what the present step has for it is not said any more."""
+        """Drop a request; the present step sends nothing more for it."""
         self._engine.cancel(work_id)
-        if self._answers:       # it was not at its end yet
-            self._held = [message for message in self._held if getattr(message, "id", None) != work_id]
+        if self._answers:       # it had not ended yet
+            self._delayed = [message for message in self._delayed if getattr(message, "id", None) != work_id]
         self._pass_on()
 
     @property
     def busy(self) -> bool:
         return self.computing or self._engine.busy
 
-    def beat(self) -> wire.Heartbeat:
-        return self._engine.beat()
+    def heartbeat(self) -> wire.Heartbeat:
+        return self._engine.heartbeat()
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         """As of the engine; the emulated clock starts here."""
@@ -75,11 +75,11 @@ class EmulatedPrefillDecode(EmulatedTime):
     def _begin(self) -> None:
         self._engine.step()
         prefill, decoding = self._engine.load
-        if not prefill + decoding:      # everybody was preempted: the next step computes
+        if not prefill + decoding:      # all were preempted: the next step computes
             self._pass_on()
             return
         self._spend(self._arrived, self._group.step_seconds(prefill, decoding))
-        self._held = self._answers[:]
+        self._delayed = self._answers[:]
         self._answers.clear()
 
     def _pass_on(self) -> None:

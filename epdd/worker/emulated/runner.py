@@ -1,5 +1,5 @@
-"""The model runner without a model: it compares leases with what their images' encoder must have written, and says a
-fixed text.  No torch, no numpy."""
+"""The model runner without a model: it compares leases with what their images' encoder must have written, and
+generates a fixed text.  No torch, no numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epdd.arena import Mapping
 from epdd.emulated_time import EmulatedModel
 from epdd.errors import WorkerFailed
 from epdd.worker.emulated import pattern
-from epdd.worker.emulated.paced import sized_info
+from epdd.worker.emulated.delay import sized_info
 from epdd.worker.language.model_runner import LayerMemory, ModelRunner, PromptSequence, StepOutput
 from epdd.worker.language.scheduler import BLOCK_SIZE, Batch
 
@@ -23,27 +23,27 @@ class TextSampler:
     def __init__(self, sampling: wire.Sampling, text: tuple[int, ...], stop_ids: frozenset[int],
                  eos_ids: tuple[int, ...]) -> None:
         self._sampling, self._text, self._stop_ids, self._eos_ids = sampling, text, stop_ids, eos_ids
-        self._said = 0
+        self._generated = 0
 
     def choose(self, logits: Any) -> int:
         """The next token, whatever the logits are."""
-        early = self._said < self._sampling.min_tokens
-        if self._said >= len(self._text) and not early and not self._sampling.ignore_eos and self._eos_ids:
+        early = self._generated < self._sampling.min_tokens
+        if self._generated >= len(self._text) and not early and not self._sampling.ignore_eos and self._eos_ids:
             return self._eos_ids[0]
-        token = self._text[self._said % len(self._text)]
+        token = self._text[self._generated % len(self._text)]
         if early and token in self._stop_ids:
             return next((other for other in self._text if other not in self._stop_ids), 0)
         return token
 
     def logprob(self, logits: Any, token: int) -> wire.TokenLogprob | None:
-        """Certain, if asked for."""
+        """Probability 1, if asked for."""
         if self._sampling.logprobs < 0:
             return None
         return wire.TokenLogprob(0.0, ((token, 0.0),) if self._sampling.logprobs else ())
 
     def accept(self, token: int) -> None:
-        """One more was said."""
-        self._said += 1
+        """A token joins the answer."""
+        self._generated += 1
 
 
 class EmulatedModelRunner(ModelRunner):
@@ -60,7 +60,7 @@ class EmulatedModelRunner(ModelRunner):
                                 max_model_len=min(spec.max_model_len, capacity))
 
     def prepare(self, request: PromptSequence) -> None:
-        """Give it the text to say.  Raises WorkerFailed."""
+        """Give it the text to generate.  Raises WorkerFailed."""
         if request.message.spans and self._arena is None:
             raise WorkerFailed("there is no arena to read images from")
         request.sampler = cast(Any, TextSampler(request.message.sampling, self._text, request.stop_ids,

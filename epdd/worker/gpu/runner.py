@@ -41,7 +41,7 @@ class GpuModelRunner(ModelRunner):
             self._gpu.limit(spec.gpu_bytes)
         self.language = language = LanguageModel(replace(spec, device=str(self._gpu.torch)), flash.NAME)
         self.info, self.memory, self.ready = language.info, language.pool, language.ready
-        log.info("%s norms exchanged=%d", spec.name, norm.fuse(language.model))
+        log.info("%s norms fused=%d", spec.name, norm.fuse(language.model))
         self._transfer = Transfer(self._gpu, arena)
         # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
         self._stream = self._gpu.stream(urgent=True)

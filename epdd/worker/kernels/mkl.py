@@ -13,7 +13,7 @@ FUNCTIONS = ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "ex
              "log1p", "log2", "sin", "sinh", "sqrt", "tan", "tanh")
 
 
-def settle() -> None:
+def warm_up_vml() -> None:
     """Make those first calls, on a number each: too little for a second thread."""
     for dtype in (torch.float32, torch.float64):
         number = torch.full((1,), 0.5, dtype=dtype)

@@ -27,13 +27,13 @@ class FusedNorm(nn.Module):  # type: ignore[misc]
 
 def fuse(module: nn.Module) -> int:
     """Exchange the RMS norms under `module` that come out the same; how many were."""
-    exchanged = 0
+    fused = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon") and _same(child):
                 setattr(parent, name, FusedNorm(child))
-                exchanged += 1
-    return exchanged
+                fused += 1
+    return fused
 
 
 def _same(norm: nn.Module) -> bool:

@@ -53,13 +53,13 @@ class UnpackedLinear(nn.Module):  # type: ignore[misc]
 
 def pack(module: nn.Module) -> bool:
     """Exchange the Linear layers under `module`; whether this CPU's oneDNN can."""
-    packed = exchange(module, PackedLinear)
+    packed = replace_linears(module, PackedLinear)
     if packed:
         _drop_file_pages()
     return packed
 
 
-def exchange(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> bool:
+def replace_linears(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> bool:
     """Put one of these in the place of each Linear layer under `module`; whether they work."""
     # Names, not layers: each layer's old weights must be freed before the next one's copy is made.
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()

@@ -32,17 +32,17 @@ class CpuModelRunner(ModelRunner):
         self.language = LanguageModel(spec, attention.NAME)
         self.info, self.memory = self.language.info, self.language.pool
         self.ready = msgspec.structs.replace(self.language.ready, warning=native.advice())
-        self.kernels = self._exchange(spec.name)
+        self.kernels = self._install_kernels(spec.name)
         self.language.head = self.language.model.get_output_embeddings()
 
-    def _exchange(self, name: str) -> bool:
+    def _install_kernels(self, name: str) -> bool:
         """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
         model = self.language.model
         kernels = cpu_layer.install(model, self.language.pool)
         if kernels:
             by_amx = self.language.dtype is torch.float32 and not gemm_bf16x3.missing()
-            if not (by_amx and onednn.exchange(model, gemm_bf16x3.ManyRowsLinear)):
-                onednn.exchange(model, onednn.UnpackedLinear)
+            if not (by_amx and onednn.replace_linears(model, gemm_bf16x3.ManyRowsLinear)):
+                onednn.replace_linears(model, onednn.UnpackedLinear)
             norm.fuse(model)
         else:
             onednn.pack(model)

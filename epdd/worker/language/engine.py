@@ -37,7 +37,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._requests) or self.runner.busy
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         s = self._scheduler
         return wire.Heartbeat(steps=self._steps, running=len(s.running), waiting=len(s.waiting),
                               kv_used=s.capacity - s.free, kv_cached=self.runner.memory.cached, preempted=s.preempted)
@@ -162,7 +162,7 @@ class Engine:
         for request, count in chunks:
             request.computed += count
             if not request.prefilled and request.computed >= request.leases_until:
-                self._let_go(request)
+                self._finish_prefill(request)
             if not request.pending:
                 ready.append(request)
         for request, value, best, logits in zip(ready, found.highest, found.best, found.logits):
@@ -187,7 +187,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
 
-    def _let_go(self, request: PromptSequence) -> None:
+    def _finish_prefill(self, request: PromptSequence) -> None:
         """Stop reading leases.
 
         A request whose memory lasts to its end is pinned: it needs its images no more.  Any other may have to

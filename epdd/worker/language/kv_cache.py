@@ -1,11 +1,11 @@
-"""The KV cache: one fixed pool a layer, a contiguous extent of it a sequence, and what is kept of former ones.
+"""The KV cache: one fixed pool a layer, one contiguous extent of it a sequence, and what former sequences left there.
 
-Owns where a sequence's keys and values lie; how many tokens each may hold is the scheduler's decision, and
-any set of extents that fits in sum can be placed: where holes are too small, everything moves up.
+Owns where a sequence's keys and values lie.  How many tokens each may have is counted by the scheduler alone; any set
+of extents that fits in sum can be placed: if the gaps are too small, the extents move.
 
-Rows outside all extents stay readable until an extent needs their place.  A sequence that begins like a known one
-copies those rows into its own extent: attention reads one contiguous slice a sequence, as fast as without, and
-copying a token's rows is thousands of times cheaper than computing them.
+Keys and values outside all extents stay readable until an extent needs their place.  A sequence with a known prefix
+copies them into its own extent: attention then reads one contiguous slice a sequence, and copying a token's keys and
+values is thousands of times cheaper than computing them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epdd.worker.language.scheduler import BLOCK_SIZE
 
 FULL_CONTEXTS_MAX = 16      # by default: a tiny model would touch gigabytes it never uses
 BYTES_DEFAULT = 1 << 30     # placement names a size; this is for a spec made by hand
-HELD = np.iinfo(np.int64).max       # later than any block was wanted: what is held is never taken
+TAKEN = np.iinfo(np.int64).max      # in place of the last use of blocks that belong to a sequence
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -34,16 +34,16 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def pick_dtype(spec: wire.WorkerSpec, weights: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in.  On a GPU, whose kernels take no other, always the weights' type."""
+    """The type of keys and values.  On a GPU always the weights' type: its kernels take no other."""
     if spec.kv_dtype == "auto" or spec.device != "cpu":
         return weights
     return cast(torch.dtype, getattr(torch, spec.kv_dtype))
 
 
 def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int) -> int:
-    """How many to hold: as told, or what the bytes hold, up to a number of requests of full length.
+    """The cache's size in tokens: as set, or what fits the bytes, up to a number of requests of full length.
 
-    Raises ModelError where not one unit fits.
+    Raises ModelError if not one block fits.
     """
     each = bytes_per_token(config, dtype)
     count = spec.kv_tokens or min((spec.kv_bytes or BYTES_DEFAULT) // each, FULL_CONTEXTS_MAX * (context + BLOCK_SIZE))
@@ -54,7 +54,7 @@ def tokens(spec: wire.WorkerSpec, config: Any, dtype: torch.dtype, context: int)
 
 
 class Step:
-    """A step's way into the pool."""
+    """The pool as transformers' cache for one step."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor) -> None:
         self._keys, self._values, self._slots = keys, values, slots
@@ -69,23 +69,26 @@ class Step:
 
 
 class KVPool(LayerMemory):
-    """Keys and values [kv heads, tokens, head size] of each layer."""
+    """Keys and values [kv heads, tokens, head size] of each layer.
+
+    The engine calls what `LayerMemory` has; the model runner `reserve`, `offset`, `layer` and `at`.
+    """
 
     def __init__(self, config: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates and touches all pages, so that no page fault is left for serving."""
         layers, heads, dim = sizes(config)
-        units = tokens // BLOCK_SIZE
-        self._held: dict[str, tuple[int, int]] = {}     # owner: its first unit, how many
-        self._taken = np.zeros(units, bool)             # units of all owners
-        self._prefixes = PrefixCache(units)
-        shape = (heads, units * BLOCK_SIZE, dim)
+        blocks = tokens // BLOCK_SIZE
+        self._extents: dict[str, tuple[int, int]] = {}     # owner: first block, number of blocks
+        self._taken = np.zeros(blocks, bool)            # blocks in extents
+        self._prefixes = PrefixCache(blocks)
+        shape = (heads, blocks * BLOCK_SIZE, dim)
         # full() writes where zeros() would map pages on first use.
         self._keys, self._values = ([torch.full(shape, 0.0, dtype=dtype, device=device) for _ in range(layers)]
                                     for _ in range(2))
 
     @property
     def cached(self) -> int:
-        """Tokens of memory that nobody holds and whose content is known."""
+        """Tokens of memory outside all extents whose content is known."""
         return int(np.count_nonzero(self._prefixes.used[~self._taken])) * BLOCK_SIZE
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,27 +97,27 @@ class KVPool(LayerMemory):
 
     def offset(self, owner: str) -> int:
         """The token where its extent begins."""
-        return self._held[owner][0] * BLOCK_SIZE
+        return self._extents[owner][0] * BLOCK_SIZE
 
     def begin(self, owner: str, size: int, items: Sequence[int]) -> int:
         """Give a new owner an extent of at least `size` tokens; how many of `items`, at most `size`, are in it.
 
-        Those are the longest known beginning, copied.
+        Those are the longest known prefix, copied.
         """
-        units, count = self._prefixes.find(items)
-        if not self.hold(owner, size):
-            units, count = self._prefixes.find(items)
+        block_ids, count = self._prefixes.find(items)
+        if not self.reserve(owner, size):
+            block_ids, count = self._prefixes.find(items)
         if count:
-            # The extent may lie over blocks just found: nothing has been written there yet.
-            self._copy(units, count, self.offset(owner))
+            # The extent may overlap the blocks just found: nothing has been written there yet.
+            self._copy(block_ids, count, self.offset(owner))
         return count
 
-    def hold(self, owner: str, size: int) -> bool:
-        """Give `owner` an extent of at least `size` tokens; what it held keeps its content.
+    def reserve(self, owner: str, size: int) -> bool:
+        """Give `owner` an extent of at least `size` tokens; the content of its present one is kept.
 
-        Tells whether all others stayed where they were.
+        Returns whether all others stayed where they were.
         """
-        first, had = self._held.get(owner, (0, 0))
+        first, had = self._extents.get(owner, (0, 0))
         count = -(-size // BLOCK_SIZE)
         if had >= count:
             return True
@@ -123,7 +126,7 @@ class KVPool(LayerMemory):
             return True
         target = self._window(count)
         if target is None:
-            self._spread(owner, count)
+            self._compact(owner, count)
             return False
         self._take(owner, target, count)
         if had:
@@ -133,46 +136,46 @@ class KVPool(LayerMemory):
         return True
 
     def share(self, owner: str, items: Sequence[int]) -> None:
-        """The owner's extent begins with the rows of `items`: from now on others may begin with them."""
-        if owner in self._held:
-            self._prefixes.add(items, self._held[owner][0])
+        """The owner's extent begins with `items`: from now on others may begin with them."""
+        if owner in self._extents:
+            self._prefixes.add(items, self._extents[owner][0])
 
     def release(self, owner: str) -> None:
-        """Take an owner's extent back; one that holds none is ignored."""
-        first, count = self._held.pop(owner, (0, 0))
+        """Take an owner's extent back; an owner without one is ignored."""
+        first, count = self._extents.pop(owner, (0, 0))
         self._taken[first:first + count] = False
 
     def forget(self) -> None:
-        """Let go of all that is known."""
+        """Forget all known content."""
         self._prefixes.drop(range(len(self._taken)))
 
     def at(self, slots: torch.Tensor) -> Step:
-        """What the text model takes as its cache for a step whose rows go to these tokens of the pool, int64 [T]."""
+        """The text model's cache for a step whose rows go to these tokens of the pool, int64 [T]."""
         return Step(self._keys, self._values, slots)
 
     def _take(self, owner: str, first: int, count: int) -> None:
-        """Make these units the owner's; what is known of those that were free is forgotten."""
-        units = np.arange(first, first + count)
-        self._prefixes.drop(units[~self._taken[units]].tolist())
-        self._taken[units] = True
-        self._held[owner] = first, count
+        """Make these blocks the owner's; the known content of those that were free is forgotten."""
+        block_ids = np.arange(first, first + count)
+        self._prefixes.drop(block_ids[~self._taken[block_ids]].tolist())
+        self._taken[block_ids] = True
+        self._extents[owner] = first, count
 
     def _window(self, count: int) -> int | None:
-        """The first of `count` units in a row that nobody holds, where the latest want is the longest ago."""
-        latest = np.where(self._taken, HELD, self._prefixes.used)
+        """Start of the run of `count` free blocks whose most recent use is oldest (LRU); None: there is no such run."""
+        latest = np.where(self._taken, TAKEN, self._prefixes.used)
         width = 1
-        while width < count:        # each is the maximum over `width` units from there on
+        while width < count:        # each is the maximum over `width` blocks from there on
             step = min(width, count - width)
             latest = np.maximum(latest[:-step], latest[step:])
             width += step
-        return int(latest.argmin()) if len(latest) and latest.min() < HELD else None
+        return int(latest.argmin()) if len(latest) and latest.min() < TAKEN else None
 
-    def _spread(self, owner: str, count: int) -> None:
-        """Place all extents anew in their old order, `owner`'s enlarged, free space shared out behind each.
+    def _compact(self, owner: str, count: int) -> None:
+        """Place all extents anew in their old order, `owner`'s enlarged, with an equal share of free space behind each.
 
-        The gaps let the next growths happen in place, so that the cost of this is spread over many.
+        Into these gaps extents grow in place, so this is needed once for many growths.
         """
-        old = dict(self._held)
+        old = dict(self._extents)
         sizes = {name: old[name][1] for name in sorted(old, key=lambda name: old[name][0])} | {owner: count}
         gap = (len(self._taken) - sum(sizes.values())) // len(sizes)
         assert gap >= 0, "more KV memory reserved than there is"
@@ -180,10 +183,10 @@ class KVPool(LayerMemory):
         for name, size in sizes.items():
             self._take(name, first, size)
             first += size + gap
-        moves = [(*old[name], self._held[name][0]) for name in sizes if name in old]
+        moves = [(*old[name], self._extents[name][0]) for name in sizes if name in old]
         self._prefixes.move([(before, after, had) for before, had, after in moves])
         self._taken[:] = False
-        for start, size in self._held.values():
+        for start, size in self._extents.values():
             self._taken[start:start + size] = True
         # Invariant: those that move down go first, in ascending order, then those that move up, in descending
         # order; then no extent is overwritten before it has moved.
@@ -191,23 +194,23 @@ class KVPool(LayerMemory):
             self._move(before, after, had)
 
     def _move(self, old: int, new: int, count: int) -> None:
-        source, target = (slice(unit * BLOCK_SIZE, (unit + count) * BLOCK_SIZE) for unit in (old, new))
+        source, target = (slice(first * BLOCK_SIZE, (first + count) * BLOCK_SIZE) for first in (old, new))
         for pool in (*self._keys, *self._values):
             pool[:, target] = pool[:, source].clone()   # the two may overlap
 
-    def _copy(self, units: Sequence[int], count: int, offset: int) -> None:
-        """Copy the first `count` rows of these units to `offset`."""
-        runs: list[tuple[int, int]] = []        # first row and rows of neighbouring units
-        for start, unit in zip(range(0, count, BLOCK_SIZE), units):
+    def _copy(self, block_ids: Sequence[int], count: int, offset: int) -> None:
+        """Copy the first `count` tokens of these blocks to `offset`."""
+        runs: list[tuple[int, int]] = []        # first token and tokens of neighbouring blocks
+        for start, block_id in zip(range(0, count, BLOCK_SIZE), block_ids):
             rows = min(BLOCK_SIZE, count - start)
-            if runs and sum(runs[-1]) == unit * BLOCK_SIZE:
+            if runs and sum(runs[-1]) == block_id * BLOCK_SIZE:
                 runs[-1] = runs[-1][0], runs[-1][1] + rows
             else:
-                runs.append((unit * BLOCK_SIZE, rows))
+                runs.append((block_id * BLOCK_SIZE, rows))
         overlap = any(first < offset + count and offset < first + rows for first, rows in runs)
         for pool in (*self._keys, *self._values):
             parts = [pool[:, first:first + rows] for first, rows in runs]
-            if overlap:     # a copy in between costs several times as much, so only then
+            if overlap:     # a temporary copy costs several times as much
                 parts = [part.clone() for part in parts]
             at = offset
             for part in parts:

@@ -14,7 +14,7 @@ from epdd.families import ModelInfo
 from epdd.worker.language import batch_inputs, kv_cache
 from epdd.worker.language.model_runner import PromptSequence, StepOutput
 from epdd.worker.language.sampling.sampler import Sampler
-from epdd.worker.language.sampling.structured_output import Constraints
+from epdd.worker.language.sampling.structured_output import GrammarCompiler
 from epdd.worker.language.scheduler import Batch
 from epdd.worker.weights import load
 
@@ -34,7 +34,7 @@ class LanguageModel:
         self.embed = self.text.get_input_embeddings()
         named = inspect.signature(self.text.forward).parameters
         self._cache_name = "cache" if "cache" in named else "past_key_values"   # as of transformers 5.17
-        self.constraints = Constraints(spec.model, self.head.out_features, self.info.eos_ids)
+        self.grammar_compiler = GrammarCompiler(spec.model, self.head.out_features, self.info.eos_ids)
         self._prefix_cache = spec.prefix_cache
         context = min(spec.max_model_len or self.info.max_model_len, self.info.max_model_len)
         kv_dtype = kv_cache.pick_dtype(spec, self.dtype)
@@ -57,10 +57,10 @@ class LanguageModel:
             request.positions, request.delta = self._positions(tokens, message.spans)
         if self._prefix_cache:
             request.content = batch_inputs.content(tokens, message.spans, message.salt)
-            request.twins = hash(request.content)
-        constraint = self.constraints.make(message.sampling) if message.sampling.grammar else None
+            request.shared_prefill = hash(request.content)
+        grammar = self.grammar_compiler.compile(message.sampling) if message.sampling.grammar else None
         request.sampler = Sampler(message.sampling, tokens, request.stop_ids, self.head.out_features, self.device,
-                                  constraint)
+                                  grammar)
 
     def _positions(self, tokens: list[int], spans: tuple[wire.Span, ...]) -> tuple[torch.Tensor, int]:
         ids = torch.tensor([tokens])
@@ -74,7 +74,7 @@ class LanguageModel:
     def layout(self, batch: Batch[PromptSequence]) -> list[tuple[int, int, int]]:
         """(count, extent offset, tokens computed before) of each sequence; offsets stay for this step."""
         for request, _ in batch.chunks:
-            self.pool.hold(request.id, request.reserved)
+            self.pool.reserve(request.id, request.reserved)
         return [(count, self.pool.offset(request.id), request.computed) for request, count in batch.chunks]
 
     def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, plan: Any, **visual: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""How many prompt tokens a step takes beside sequences that decode: these wait for all of it.
+"""How many prompt tokens a mixed step may have: the sequences that decode wait for all of them.
 
-A step's time is taken as what a step that only decodes takes, and so much more for each prompt token.  Both are learned
-from the steps as they come.
+The model of a step's time: the time of a step that only decodes, plus a time for each prompt token.  Both are averages
+over the steps so far.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 LEAST = 16          # tokens: fewer cost nearly as much, by reading the weights
-SHARE = 2.0         # a step may always take so many times what decoding alone takes: prompts get half the time
+SHARE = 2.0         # a step may always take this many times the time of decoding alone: prompts get half the time
 WEIGHT = 0.2        # of the latest step
-JUMP = 2.0          # what a measure may change by at once, up or down: one step held up by something else says little
+JUMP = 2.0          # a new measurement counts as at most this factor up or down: one late step says little
 
 
 class PrefillBudget:
@@ -20,11 +20,11 @@ class PrefillBudget:
     def __init__(self, step_s: float) -> None:
         """`step_s`: seconds that a step with decoding sequences should take at most; 0: no limit."""
         self._step_s = step_s
-        self._decode_s = 0.0        # of a step that only decodes; 0: none was seen
-        self._token_s = 0.0         # more for a prompt token, likewise
+        self._decode_s = 0.0        # of a step that only decodes; 0: not known
+        self._token_s = 0.0         # of a prompt token; 0: not known
 
     def took(self, decoding: int, prompt: int, seconds: float) -> None:
-        """A step was computed, of so many decoding sequences and prompt tokens."""
+        """A step with `decoding` sequences and `prompt` tokens was computed."""
         if not prompt:
             self._decode_s = _moved(self._decode_s, seconds)
             return
@@ -33,7 +33,7 @@ class PrefillBudget:
 
     @property
     def tokens(self) -> int | None:
-        """Prompt tokens that the next step may hold if anybody decodes; None: as many as there are."""
+        """Most prompt tokens of the next step if a sequence decodes; None: no limit."""
         if not (self._step_s and self._token_s):
             return None
         room = max(self._step_s, SHARE * self._decode_s) - self._decode_s

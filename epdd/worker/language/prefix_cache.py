@@ -1,9 +1,9 @@
-"""Which beginnings of prompts lie in KV memory, so that they need not be computed again; pure, without torch.
+"""Which prefixes of prompts lie in KV memory, so that they need not be computed again; pure, without torch.
 
-A tree of blocks.  Each stands for the BLOCK_SIZE items (or the last few) that follow its parent's, and for the unit of
+A tree of blocks.  Each stands for the BLOCK_SIZE items (or the last few) that follow its parent's, and for the block of
 KV memory where their keys and values lie.  An item is a token id, or a number that names an image in place of its
-first placeholder: keys and values depend on nothing but the items up to theirs.  Items are compared themselves, no
-hash of them, so that no prompt can hit another's.
+first placeholder: keys and values depend on nothing but the items up to theirs.  Items themselves are compared, not
+hashes of them, so no prompt can hit another's.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from epdd.worker.language.scheduler import BLOCK_SIZE
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A unit of KV memory whose content is known."""
+    """A block of KV memory whose content is known."""
 
     items: tuple[int, ...]                                      # at most BLOCK_SIZE; with fewer it has no children
-    unit: int
-    parent: Block | None                                        # None: the root, which holds nothing
+    block_id: int
+    parent: Block | None                                        # None: the root, which has no memory
     children: list[Block] = field(default_factory=list)         # sorted by their items, no two alike
 
 
 class PrefixCache:
-    """The known blocks of so many units, each in a unit of its own, and when each was last wanted."""
+    """The known ones of `blocks` blocks of KV memory, and when each was last used."""
 
-    def __init__(self, units: int) -> None:
-        self.used = np.zeros(units, np.int64)       # by unit, a count of wants; 0: it holds no known block
-        self._at: list[Block | None] = [None] * units
+    def __init__(self, blocks: int) -> None:
+        self.used = np.zeros(blocks, np.int64)      # by block id, a count of uses; 0: its content is not known
+        self._at: list[Block | None] = [None] * blocks
         self._root = Block((), -1, None)
         self._clock = 0
 
     def find(self, items: Sequence[int]) -> tuple[list[int], int]:
-        """The units that hold the longest known beginning of `items`, in order, and how many items that is."""
+        """The ids of the blocks with the longest known prefix of `items`, in order, and how many items that is."""
         path: list[Block] = []
         parent, count = self._root, 0
         while count < len(items):
@@ -50,57 +50,57 @@ class PrefixCache:
                 break
             parent = block
         self._touch(path)
-        return [block.unit for block in path], count
+        return [block.block_id for block in path], count
 
-    def add(self, items: Sequence[int], unit: int) -> None:
-        """Rows of `items` lie from `unit` on; blocks known already stay where they are known."""
+    def add(self, items: Sequence[int], first: int) -> None:
+        """Keys and values of `items` lie from block `first` on; blocks known already stay where they are known."""
         path: list[Block] = []
         parent = self._root
         for start in range(0, len(items), BLOCK_SIZE):
             part = tuple(items[start:start + BLOCK_SIZE])
             block, common = _closest(parent, part)
             if block is None or common < len(part):
-                block = self._put(part, unit + start // BLOCK_SIZE, parent)
+                block = self._put(part, first + start // BLOCK_SIZE, parent)
             path.append(block)
             parent = block
         self._touch(path)
 
-    def drop(self, units: Iterable[int]) -> None:
-        """Forget the blocks in these units, and those that continue them: nobody could find them any more."""
-        for unit in units:
-            block = self._at[unit]
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """Forget these blocks, and those that continue them: they could not be found any more."""
+        for block_id in block_ids:
+            block = self._at[block_id]
             if block is not None:
-                assert block.parent is not None, "the root has no unit"
+                assert block.parent is not None, "the root has no memory"
                 siblings = block.parent.children
                 del siblings[bisect_left(siblings, block.items, key=_items)]
                 gone = [block]
                 while gone:
                     block = gone.pop()
-                    self._at[block.unit], self.used[block.unit] = None, 0
+                    self._at[block.block_id], self.used[block.block_id] = None, 0
                     gone += block.children
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Rows of `count` units have gone from `old` on to `new` on, for each (old, new, count), all at once."""
+        """The content of `count` blocks has moved from `old` to `new`, for each (old, new, count), all at once."""
         lifted = [(self._at[old + i], self.used[old + i], new + i) for old, new, count in moves for i in range(count)]
         for old, _, count in moves:
             self._at[old:old + count], self.used[old:old + count] = [None] * count, 0
-        for block, used, unit in lifted:
+        for block, used, block_id in lifted:
             if block is not None:
-                assert self._at[unit] is None, "a unit holds two blocks"
-                self._at[unit], self.used[unit], block.unit = block, used, unit
+                assert self._at[block_id] is None, "two blocks in one place"
+                self._at[block_id], self.used[block_id], block.block_id = block, used, block_id
 
-    def _put(self, items: tuple[int, ...], unit: int, parent: Block) -> Block:
-        # What may be there is the same sequence's last block, known when it was shorter.
-        self.drop([unit])
-        block = self._at[unit] = Block(items, unit, parent)
+    def _put(self, items: tuple[int, ...], block_id: int, parent: Block) -> Block:
+        # The same sequence's last block may be known there, from when it was shorter.
+        self.drop([block_id])
+        block = self._at[block_id] = Block(items, block_id, parent)
         insort(parent.children, block, key=_items)
         return block
 
     def _touch(self, path: Sequence[Block]) -> None:
-        """A block is wanted a little later than those that continue it, so that a beginning outlives its ends."""
+        """A block counts as used a little later than those that continue it, so that a prefix outlives what follows."""
         self._clock += len(path)
         for depth, block in enumerate(path):
-            self.used[block.unit] = self._clock - depth
+            self.used[block.block_id] = self._clock - depth
 
 
 def _items(block: Block) -> tuple[int, ...]:

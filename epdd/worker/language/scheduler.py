@@ -1,11 +1,11 @@
 """Who runs in the next step: a pure state machine over token counts, without torch.
 
-KV memory is counted in tokens.  A sequence is admitted with room for its prompt and some of its answer and
-grows later; when nothing is left, the youngest is preempted: it gives its KV memory back, waits in front of
-all others and is computed anew, its answer so far now being part of its prompt.
+KV memory is counted in tokens, and only here.  A sequence is admitted with room for its prompt and HEADROOM_TOKENS of
+its answer, and grows later.  If no memory is left, the youngest is preempted: it gives its KV memory back, waits in
+front of all others and is computed anew, with its answer so far as a part of its prompt.
 
-Of the waiting sequences the one whose tenant has the fewest running is admitted next; first come, first served if
-they are equal.  No tenant starves: once its running sequences have ended, only older ones can be before its oldest.
+The waiting sequence whose tenant has the fewest running is admitted next; first come, first served if they are equal.
+No tenant starves: once its running sequences have ended, only older ones can be before its oldest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from epdd.errors import ContextLength
 
-BLOCK_SIZE = 64            # tokens: what KV memory is handed out in
+BLOCK_SIZE = 64         # tokens: KV memory is reserved in blocks
 HEADROOM_TOKENS = 512   # of an answer reserved ahead: fewer growths, and most answers never need one
 
 
@@ -30,10 +30,11 @@ class Sequence:
     prompt: int                 # how many of them are the prompt
     total_max: int              # prompt and the longest answer
     computed: int = 0           # tokens whose keys and values are in the cache
-    reserved: int = 0           # tokens of KV memory held
+    reserved: int = 0           # tokens of KV memory
     pinned: bool = False        # cannot be computed anew, so never preempted
-    twins: int | None = None    # alike for equal prompts, one of which then finds what the other computed; None: alone
-    tenant: str = ""            # whose it is: tenants share the places fairly
+    tenant: str = ""            # tenants share the places fairly
+    # Equal for equal prompts: one is computed, the others then find it in the prefix cache.  None: no other is equal.
+    shared_prefill: int | None = None
 
     @property
     def pending(self) -> int:
@@ -42,7 +43,7 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether its memory lasts to its last token, so that it can never cause a preemption."""
+        """Whether its memory suffices to its last token, so that it can never cause a preemption."""
         return self.reserved >= self.total_max
 
 
@@ -58,19 +59,19 @@ class Batch(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Waiting and running sequences, of one tenant each oldest first, but for two things: a pinned one may run on while
-    an older one waits, and one whose twin's prompt is being computed waits for that while younger ones go ahead."""
+    """Waiting and running sequences, each tenant's oldest first, with two exceptions: a pinned one may run on while an
+    older one waits, and one that waits for a shared prefill lets younger ones go ahead."""
 
     def __init__(self, kv_tokens: int, max_batched_tokens: int, max_sequences: int, headroom: int = HEADROOM_TOKENS,
                  begin: Callable[[S], int] = lambda sequence: 0) -> None:
-        """`begin(sequence)` makes its memory real when it is admitted; how many of its tokens are there already."""
+        """`begin(sequence)` places an admitted sequence in memory, and returns how many tokens are computed already."""
         self.capacity = kv_tokens // BLOCK_SIZE * BLOCK_SIZE
         self.free = self.capacity
         self.waiting: deque[S] = deque()
         self.running: list[S] = []
         self.preempted = 0
         self.max_batched_tokens = max_batched_tokens
-        # Each running sequence gets at least one token a step, or it would hold memory for nothing.
+        # Each running sequence gets at least one token a step, or it would keep memory for nothing.
         self._max_sequences = min(max_sequences, max_batched_tokens)
         self._headroom = headroom
         self._begin = begin
@@ -90,10 +91,10 @@ class Scheduler(Generic[S]):
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def next_batch(self, beside: int | None = None) -> Batch[S]:
+    def next_batch(self, prefill_max: int | None = None) -> Batch[S]:
         """Decoding sequences first, then prefill chunks, then new sequences, within the token budget.
 
-        `beside`: prompt tokens, at most, where anybody decodes.
+        `prefill_max`: most prompt tokens of a step in which a sequence decodes; None: no limit of its own.
         """
         batch: Batch[S] = Batch()
         left = self.max_batched_tokens
@@ -101,21 +102,22 @@ class Scheduler(Generic[S]):
             if sequence.reserved and self._grow(sequence, batch):
                 batch.chunks.append((sequence, 1))
                 left -= 1
-        if batch.chunks and beside is not None:
-            left = min(left, beside)
+        if batch.chunks and prefill_max is not None:
+            left = min(left, prefill_max)
         for sequence in self.running:
             if left and sequence.pending > 1:
                 left -= self._prefill(sequence, left, batch)
-        # After a preemption the freed memory belongs to those who needed it, not to the next in line.
+        # After a preemption the freed memory is for the sequences that needed it, not for the next in line.
         while left and not batch.preempted and (first := self._next()) and self._admit(first):
             left -= self._prefill(first, left, batch)
         return batch
 
     def _next(self) -> S | None:
-        """Of those whose prompt nobody is computing the first of the tenant with the fewest running."""
-        computing = {s.twins for s in self.running if len(s.tokens) == s.prompt} - {None}
+        """The first of the tenant with the fewest running, without those that wait for a shared prefill."""
+        computing = {s.shared_prefill for s in self.running if len(s.tokens) == s.prompt} - {None}
         running = Counter(s.tenant for s in self.running)
-        return min((s for s in self.waiting if s.twins not in computing), key=lambda s: running[s.tenant], default=None)
+        free = (s for s in self.waiting if s.shared_prefill not in computing)
+        return min(free, key=lambda s: running[s.tenant], default=None)
 
     def _prefill(self, sequence: S, left: int, batch: Batch[S]) -> int:
         count = min(left, sequence.pending)
@@ -131,7 +133,7 @@ class Scheduler(Generic[S]):
         return True
 
     def _grow(self, sequence: S, batch: Batch[S]) -> bool:
-        """Room for one more token, at others' cost if need be; False if the sequence itself had to go."""
+        """Room for one more token, by preemption if needed; False if the sequence itself was preempted."""
         if len(sequence.tokens) <= sequence.reserved:
             return True
         while not (self._reserve(sequence, self._ahead(sequence)) or self._reserve(sequence, len(sequence.tokens))):

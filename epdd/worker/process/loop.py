@@ -43,7 +43,7 @@ class Role(Protocol):
     def step(self) -> None:
         """One bounded piece of work; answers through the Send it was made with."""
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         """The counters of now."""
 
 
@@ -104,9 +104,9 @@ class DaemonConnection:
         return frames
 
 
-def run(connection: DaemonConnection, role: Role, beat_s: float) -> None:
+def run(connection: DaemonConnection, role: Role, heartbeat_s: float) -> None:
     """Serve until the daemon hangs up.  Raises ProtocolError, after which the worker must be replaced."""
-    next_beat = time.monotonic()
+    next_heartbeat = time.monotonic()
     while True:
         try:
             frames = connection.receive()
@@ -120,15 +120,15 @@ def run(connection: DaemonConnection, role: Role, beat_s: float) -> None:
         if role.busy and not connection.congested:
             role.step()
         now = time.monotonic()
-        if now >= next_beat:
-            connection.send(role.beat())
-            next_beat = now + beat_s
+        if now >= next_heartbeat:
+            connection.send(role.heartbeat())
+            next_heartbeat = now + heartbeat_s
         try:
             connection.flush()
         except ConnectionError:
             return
         if connection.congested or not role.busy:
-            connection.wait(max(0.0, next_beat - time.monotonic()))
+            connection.wait(max(0.0, next_heartbeat - time.monotonic()))
 
 
 def failed(work_id: str, error: Exception) -> wire.Failed:

@@ -36,7 +36,7 @@ class FileRange:
 
 
 @contextmanager
-def beside(folder: str, role: str, told: Callable[[float], None]) -> Iterator[None]:
+def read_ahead(folder: str, role: str, told: Callable[[float], None]) -> Iterator[None]:
     """Read ahead in other threads for as long as the body runs, or until all is read.
 
     `told` hears of the share that is in memory, 0 to 1, from one of these threads, and never after the end.  A

@@ -90,7 +90,7 @@ class Encoder:
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         return wire.Heartbeat(steps=self._steps, waiting=len(self._waiting))
 
     def step(self) -> None:

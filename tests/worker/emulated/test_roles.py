@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from epdd import arena, families, wire
-from epdd.emulated_time import Clock, EmulatedModel, EncoderGroup, Formula, Pace, PrefillDecodeGroup, Slow
+from epdd.emulated_time import Clock, EmulatedModel, EncoderGroup, Formula, EmulatedWorker, PrefillDecodeGroup, Slow
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.families import DEMO
-from epdd.worker.emulated import paced, pattern
+from epdd.worker.emulated import delay, pattern
 from epdd.worker.emulated.encoder import EmulatedEncoder
 from epdd.worker.emulated.prefill_decode import EmulatedPrefillDecode
 from tests.worker.language import pd
@@ -31,10 +31,10 @@ class World:
         self.now, self.latency_s = 0.0, latency_s
         self.said: list[tuple[float, wire.FromWorker]] = []
         self.mapping = arena.Mapping(arena.create(pd.ARENA_BYTES), pd.ARENA_BYTES)
-        monkeypatch.setattr(paced.time, "sleep", self.wait)
+        monkeypatch.setattr(delay.time, "sleep", self.wait)
         role = "encoder" if isinstance(group, EncoderGroup) else "pd"
-        pace = Pace(answers="rows", scale=scale, seed=0, group=group, model=MODEL, text=TEXT)
-        spec = pd.spec(str(DEMO), role, pace=pace, max_model_len=2048, **options)
+        emulated = EmulatedWorker(answers="rows", scale=scale, seed=0, group=group, model=MODEL, text=TEXT)
+        spec = pd.spec(str(DEMO), role, emulated=emulated, max_model_len=2048, **options)
         self.role: Any = (EmulatedEncoder if role == "encoder" else EmulatedPrefillDecode)(
             spec, self.mapping, lambda message: self.said.append((self.now, message)), self.wait,
             Clock(scale, lambda: self.now))
@@ -93,7 +93,7 @@ def test_images_go_out_one_after_another_without_drift(monkeypatch: pytest.Monke
     assert {round(message.seconds, 9) for message in answers} == {0.6}
     for i, moment in enumerate(world.when(wire.Encoded)):
         assert 0 <= moment - 0.6 * (i + 1) <= 0.007
-    assert world.role.beat() == wire.Heartbeat(steps=50)
+    assert world.role.heartbeat() == wire.Heartbeat(steps=50)
 
 
 def test_an_image_begins_when_it_comes_and_waiting_is_not_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_lease_with_another_images_rows_fails_its_request_only(monkeypatch: py
     (failed,) = [message for _, message in world.said if isinstance(message, wire.Failed)]
     assert (failed.id, failed.code) == ("mixed", "worker_failed") and "holds other rows" in failed.message
     assert world.tokens("good") == list(TEXT) and not world.tokens("mixed")
-    assert world.role.beat().kv_used == 0
+    assert world.role.heartbeat().kv_used == 0
 
 
 def test_leases_are_read_until_prefilled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,4 +310,4 @@ def test_when_memory_is_short_the_youngest_is_computed_anew(monkeypatch: pytest.
     world.run()
     assert [len(world.tokens(name)) for name in "abc"] == [300] * 3
     assert [len(world.when(kind)) for kind in (wire.Prefilled, wire.Done)] == [3, 3]
-    assert world.role.beat().kv_used == 0
+    assert world.role.heartbeat().kv_used == 0

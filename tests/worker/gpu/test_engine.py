@@ -58,7 +58,7 @@ def test_the_same_tokens_as_on_cpus(checkpoint: Callable[..., str], family: str,
             each.submit(name, prompt, max_tokens=12 + 3 * int(name), ignore_eos=True)
     assert ours.run() == theirs.run()
     assert max(sizes) == 8 and len(sizes) > 12 and len(set(sizes)) > 3
-    assert ours.engine.beat().kv_used == 0
+    assert ours.engine.heartbeat().kv_used == 0
 
 
 def test_preempted_and_sampled_requests_answer_the_same_without_their_leases(checkpoint: Callable[..., str]) -> None:
@@ -77,7 +77,7 @@ def test_preempted_and_sampled_requests_answer_the_same_without_their_leases(che
             if isinstance(message, wire.Prefilled):
                 ours.scribble(leases[message.id])
         told = len(ours.sent)
-    assert ours.engine.beat().preempted > 3
+    assert ours.engine.heartbeat().preempted > 3
     assert ours.run() == theirs.run()
 
 

@@ -29,7 +29,7 @@ def test_a_plan_says_to_the_kernel_what_attention_by_sequence_computes(
     names = list(range(len(sequences)))
     order.shuffle(names)                            # type: ignore[attr-defined]
     for name in names:
-        target.hold(str(name), sum(sequences[name]))
+        target.reserve(str(name), sum(sequences[name]))
     layout = [(count, target.offset(str(i)), past) for i, (count, past) in enumerate(sequences)]
     rows = sum(count for count, _ in sequences)
     query, key, value = (torch.randn(1, n, rows, 8) for n in (query_heads, kv_heads, kv_heads))

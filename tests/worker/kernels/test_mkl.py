@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 from epdd.worker.kernels import mkl
 
-mkl.settle()
+mkl.warm_up_vml()
 torch.set_num_threads(2)
 angles = torch.arange(784)[:, None] * torch.logspace(0, -4, 72) * 0.03
 print(max(float((function(angles).double() - function(angles.double())).abs().max())

@@ -51,7 +51,7 @@ def test_greedy_equals_generate(checkpoint: Callable[..., str], family: str, bud
         bench.submit(name, prompt)
         assert bench.run()[name] == reference(folder, prompt), name
         assert_protocol(bench, name)
-        assert bench.engine.beat().kv_used == 0
+        assert bench.engine.heartbeat().kv_used == 0
 
 
 @pytest.mark.parametrize("budget", [16, 64, 512])
@@ -83,7 +83,7 @@ def test_preempted_requests_answer_the_same_without_their_leases(checkpoint: Cal
             if isinstance(message, wire.Prefilled):
                 bench.scribble(leases[message.id])
         told = len(bench.sent)
-    assert bench.engine.beat().preempted > 3
+    assert bench.engine.heartbeat().preempted > 3
     answers = bench.run()
     for name, prompt in wanted.items():
         alone = pd.Bench(folder)
@@ -106,7 +106,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_preempted(checkpoint:
     answer = alone.run()["x"]
     assert len(answer) == 60 and len(set(answer)) > 20
     assert crowd.run()["x"] == answer
-    assert crowd.engine.beat().preempted
+    assert crowd.engine.heartbeat().preempted
     other = pd.Bench(folder)
     other.submit("x", prompt, **(options | {"seed": 43}))
     assert other.run()["x"] != answer
@@ -163,7 +163,7 @@ def test_cancel_frees_memory_and_is_answered_once(checkpoint: Callable[..., str]
     bench.engine.cancel("unknown")
     assert bench.of("5")[-1] == wire.Cancelled("5") and bench.sent.count(wire.Cancelled("5")) == 1
     assert len(bench.run()["1"]) == 30
-    assert bench.engine.beat().kv_used == 0 and bench.of("5")[-1] == wire.Cancelled("5")
+    assert bench.engine.heartbeat().kv_used == 0 and bench.of("5")[-1] == wire.Cancelled("5")
 
 
 def test_a_poisoned_image_fails_its_request_only(checkpoint: Callable[..., str]) -> None:
@@ -200,7 +200,7 @@ def test_random_traffic_under_pressure_keeps_every_promise(checkpoint: Callable[
             if isinstance(message, (wire.Prefilled, *LAST)):
                 bench.scribble(leases[message.id])
         told = len(bench.sent)
-    assert bench.engine.beat().kv_used == 0 and bench.engine.beat().preempted > 3
+    assert bench.engine.heartbeat().kv_used == 0 and bench.engine.heartbeat().preempted > 3
     answers = bench.run()
     for name, prompt in wanted.items():
         last = bench.of(name)[-1]
@@ -223,7 +223,7 @@ def test_a_fault_of_a_step_fails_its_batch_and_the_worker_lives(checkpoint: Call
         patched.setattr(bench.runner, "execute", fail)
         bench.engine.step()
     assert bench.sent == [wire.Failed("a", "internal_error", "the worker failed on this request")]
-    assert not bench.engine.busy and bench.engine.beat().kv_used == 0
+    assert not bench.engine.busy and bench.engine.heartbeat().kv_used == 0
     bench.submit("b", prompts(folder, 1)["0"])
     assert bench.run()["b"] == reference(folder, prompts(folder, 1)["0"])
 
@@ -279,7 +279,7 @@ def test_ready_tells_capacity_and_warm_up_leaves_nothing(checkpoint: Callable[..
     bench = pd.Bench(folder, kv_tokens=1000)
     ready = bench.engine.warm_up(lambda done: None)
     assert (ready.kv_tokens, ready.max_model_len, ready.dtype) == (960, 960, "float32")
-    assert not bench.sent and bench.engine.beat() == wire.Heartbeat(steps=0)
+    assert not bench.sent and bench.engine.heartbeat() == wire.Heartbeat(steps=0)
     assert pd.Bench(folder, kv_tokens=0, kv_bytes=1 << 20, max_model_len=100).runner.ready.max_model_len == 100
     heads_bytes = 2 * 3 * 2 * 16 * 4
     by_bytes = pd.Bench(folder, kv_tokens=0, kv_bytes=heads_bytes * 640).engine.warm_up(lambda done: None)

@@ -49,7 +49,7 @@ def test_content_survives_growing_moving_and_spreading(steps: list[tuple[int, in
             target.release(owner)
             content.pop(owner, None)
         else:
-            target.hold(owner, len(held) + more * BLOCK_SIZE)
+            target.reserve(owner, len(held) + more * BLOCK_SIZE)
             fresh = torch.randn(more * BLOCK_SIZE, 4)
             write(target, owner, len(held), fresh)
             content[owner] = torch.cat([held, fresh])
@@ -64,7 +64,7 @@ def test_attention_equals_dense_attention_over_each_sequence() -> None:
                "f": (40, 600)}     # computed before, rows of this batch
     pasts = {}
     for owner, (past, count) in lengths.items():
-        target.hold(owner, past + count)
+        target.reserve(owner, past + count)
         pasts[owner] = torch.randn(past, 4)
         write(target, owner, 0, pasts[owner])
     plan = attention.plan([(count, target.offset(o), past) for o, (past, count) in lengths.items()],

@@ -77,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         size = max(self.size[owner], -(-len(items) // BLOCK_SIZE))
         if size - self.size[owner] > self.free():
             return
-        self.pool.hold(owner, size * BLOCK_SIZE)
+        self.pool.reserve(owner, size * BLOCK_SIZE)
         start, self.alive[owner], self.size[owner] = len(self.alive[owner]), items, size
         self.write(owner, start)
 
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def extents_are_apart_and_account_for_all_that_is_taken(self) -> None:
-        held = [unit for first, count in self.pool._held.values() for unit in range(first, first + count)]
+        held = [unit for first, count in self.pool._extents.values() for unit in range(first, first + count)]
         assert len(held) == len(set(held)) == sum(self.size.values())
         assert sorted(held) == self.pool._taken.nonzero()[0].tolist()
 
@@ -129,14 +129,14 @@ class Machine(RuleBasedStateMachine):
             block, before = todo.pop()
             assert [child.items for child in block.children] == sorted({child.items for child in block.children})
             for child in block.children:
-                assert child.parent is block and child.unit not in seen and known._at[child.unit] is child
-                assert 0 < known.used[child.unit] and (block is known._root or
-                                                       known.used[child.unit] < known.used[block.unit])
+                assert child.parent is block and child.block_id not in seen and known._at[child.block_id] is child
+                assert 0 < known.used[child.block_id] and (block is known._root or
+                                                           known.used[child.block_id] < known.used[block.block_id])
                 assert len(child.items) == BLOCK_SIZE or 0 < len(child.items) < BLOCK_SIZE and not child.children
-                items, first = before + list(child.items), child.unit * BLOCK_SIZE
+                items, first = before + list(child.items), child.block_id * BLOCK_SIZE
                 rows = self.pool._keys[0][0, first:first + len(child.items), 0]
                 assert torch.equal(rows, rows_of(items)[len(before):])
-                seen[child.unit] = child
+                seen[child.block_id] = child
                 todo.append((child, items))
         assert sorted(seen) == [unit for unit, block in enumerate(known._at) if block]
         assert sorted(seen) == known.used.nonzero()[0].tolist()

@@ -57,7 +57,7 @@ def test_a_beginning_cut_anywhere_is_found_and_changes_no_token(checkpoint: Call
         assert bench.run()[name] == reference(folder, prompt), at
         assert cached(bench, name) >= min(same(first, prompt), len(prompt.tokens) - 1)
         assert_protocol(bench, name)
-    assert bench.engine.beat().kv_used == 0 < bench.engine.beat().kv_cached
+    assert bench.engine.heartbeat().kv_used == 0 < bench.engine.heartbeat().kv_cached
 
 
 def test_with_all_images_known_no_lease_is_read(checkpoint: Callable[..., str]) -> None:
@@ -223,7 +223,7 @@ def test_random_conversations_under_pressure(checkpoint: Callable[..., str], fam
             if isinstance(message, (wire.Prefilled, wire.Done, wire.Failed, wire.Cancelled)):
                 bench.scribble(leases[message.id])
         told = len(bench.sent)
-    assert bench.engine.beat().kv_used == 0 and bench.engine.beat().preempted > 3
+    assert bench.engine.heartbeat().kv_used == 0 and bench.engine.heartbeat().preempted > 3
     assert sum(message.cached_tokens for message in bench.sent if isinstance(message, wire.Prefilled)) > 2000
     answers = bench.run()
     for name, prompt in wanted.items():
@@ -239,7 +239,7 @@ def test_a_poisoned_prompt_is_never_a_beginning(checkpoint: Callable[..., str]) 
     for lease in bench.submit("bad", prompt):
         bench._arena.view(lease)[:] = b"\xff" * lease.size      # NaN in every float
     bench.run()
-    assert isinstance(bench.of("bad")[-1], wire.Failed) and bench.engine.beat().kv_cached == 0
+    assert isinstance(bench.of("bad")[-1], wire.Failed) and bench.engine.heartbeat().kv_cached == 0
     bench.submit("good", prompt)
     assert bench.run()["good"] == reference(folder, prompt) and cached(bench, "good") == 0
 
@@ -252,7 +252,7 @@ def test_switched_off_nothing_is_kept_or_shared(checkpoint: Callable[..., str]) 
         bench.submit(name, prompt)
     answers = bench.run()
     assert answers["a"] == answers["b"] == reference(folder, prompt)
-    assert cached(bench, "a") == cached(bench, "b") == 0 == bench.engine.beat().kv_cached
+    assert cached(bench, "a") == cached(bench, "b") == 0 == bench.engine.heartbeat().kv_cached
 
 
 def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., str]) -> None:
@@ -275,7 +275,7 @@ def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable
     bench.engine.step()
     bench.engine.step()
     bench.submit("x", prompt, max_tokens=60, ignore_eos=True)
-    while not bench.engine.beat().preempted:
+    while not bench.engine.heartbeat().preempted:
         bench.engine.step()
     assert len(bench.of("x")) > 1
     bench.runner.memory.forget()

@@ -100,7 +100,7 @@ def test_twins_wait_for_the_one_that_is_computed_and_nobody_for_them() -> None:
                                                begin=lambda s: found.get(s.id, 0))
     a, b, c = (sequence(name, 31, 5) for name in "abc")
     other = sequence("other", 5, 5)
-    a.twins = b.twins = c.twins = 7
+    a.shared_prefill = b.shared_prefill = c.shared_prefill = 7
     for s in (a, b, c, other):
         scheduler.add(s)
     first = scheduler.next_batch()
@@ -182,14 +182,14 @@ class Work:
     pinned: bool
     arrives: int
     cancelled: int | None
-    twins: int | None
+    shared_prefill: int | None
     found: float        # share of its tokens that it begins with
     tenant: str
 
 
 WORK = st.builds(Work, prompt=st.integers(1, 300), answer=st.integers(1, 200), pinned=st.booleans(),
                  arrives=st.integers(0, 60), cancelled=st.none() | st.integers(0, 300),
-                 twins=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]),
+                 shared_prefill=st.none() | st.integers(0, 1), found=st.sampled_from([0.0, 0.5, 1.0]),
                  tenant=st.sampled_from(["", "", "one", "two"]))
 
 
@@ -208,7 +208,7 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
         for i, work in enumerate(works):
             if work.arrives == step and work.prompt + work.answer <= scheduler.capacity:
                 s = sequence(str(i), work.prompt, work.answer, work.tenant)
-                s.twins = work.twins
+                s.shared_prefill = work.shared_prefill
                 scheduler.add(s)
                 arrived.append(s)
                 alive[s.id] = s, work
@@ -225,8 +225,9 @@ def test_everyone_finishes_within_memory_and_budget(works: list[Work], units: in
         for queue in (scheduler.waiting, [s for s in scheduler.running if not s.pinned]):
             for tenant in ("", "one", "two"):
                 order = [arrived.index(s) for s in queue if s.tenant == tenant]
-                assert order == sorted(order) or any(work.twins is not None for work in works)
-        computing = [s.twins for s in scheduler.running if s.twins is not None and len(s.tokens) == s.prompt]
+                assert order == sorted(order) or any(work.shared_prefill is not None for work in works)
+        computing = [s.shared_prefill for s in scheduler.running
+                     if s.shared_prefill is not None and len(s.tokens) == s.prompt]
         assert len(computing) == len(set(computing))
         for s in play(scheduler, batch):
             del alive[s.id]

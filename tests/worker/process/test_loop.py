@@ -38,26 +38,26 @@ class Echo:
         self.send(wire.Tokens(work_id, tuple(range(length))))
         self.send(wire.Done(work_id, "stop"))
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         return wire.Heartbeat(steps=self.steps)
 
 
 class Served:
     """The daemon's end of a loop that runs in a thread."""
 
-    def __init__(self, beat_s: float = 60.0) -> None:
+    def __init__(self, heartbeat_s: float = 60.0) -> None:
         self.socket, theirs = wire.socket_pair()
         self.socket.settimeout(60)
         connection = loop.DaemonConnection(theirs.detach())
         self.role = Echo(connection.send)
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, args=(connection, beat_s), daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(connection, heartbeat_s), daemon=True)
         self.thread.start()
         self._data = b""
 
-    def _run(self, connection: loop.DaemonConnection, beat_s: float) -> None:
+    def _run(self, connection: loop.DaemonConnection, heartbeat_s: float) -> None:
         try:
-            loop.run(connection, self.role, beat_s)
+            loop.run(connection, self.role, heartbeat_s)
         except Exception as error:
             self.error = error
 
@@ -111,7 +111,7 @@ def test_frames_may_come_in_pieces(served: Served) -> None:
 
 
 def test_beats_come_while_idle_and_while_busy() -> None:
-    served = Served(beat_s=0.02)
+    served = Served(heartbeat_s=0.02)
     assert all(isinstance(served.read(), wire.Heartbeat) for _ in range(5))
     for i in range(200):
         served.send(generate(str(i)), b"x")

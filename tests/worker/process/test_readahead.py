@@ -52,7 +52,7 @@ def test_all_of_the_demo_is_read_and_told():
             if share == 1.0:
                 whole.set()
 
-        with readahead.beside(str(folder), role, tell):
+        with readahead.read_ahead(str(folder), role, tell):
             assert whole.wait(60)
         assert told == sorted(told) and all(0 <= share <= 1 for share in told)
         assert not [thread for thread in threading.enumerate() if thread.name == "weights"]
@@ -63,7 +63,7 @@ def test_all_of_the_demo_is_read_and_told():
                                      struct.pack("<Q", 8) + b'{"a": 1}'])
 def test_what_is_no_checkpoint_is_left_to_the_loader(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with readahead.beside(str(tmp_path), "pd", pytest.fail):
+    with readahead.read_ahead(str(tmp_path), "pd", pytest.fail):
         pass
 
 

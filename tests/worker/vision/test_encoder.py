@@ -166,7 +166,7 @@ def test_warm_up_measures_growing_sizes(checkpoint: Callable[..., str]) -> None:
     assert [patches for patches, _ in ready.samples] == sorted({patches for patches, _ in ready.samples})
     assert all(seconds > 0 for _, seconds in ready.samples)
     assert ready.samples[-1][0] <= bench.family.rows_max * 4
-    assert not bench.sent and bench.encoder.beat() == wire.Heartbeat(steps=0)
+    assert not bench.sent and bench.encoder.heartbeat() == wire.Heartbeat(steps=0)
     assert ready.backend in {trial.backend for trial in ready.trials if not trial.note}
     assert [trial.backend for trial in ready.trials] == ["torch", "prepacked", "amx", "ipex"]
 

@@ -84,7 +84,7 @@ def serve(workers, arena_fd, binding):
     from epdd.worker.process import loop
     from epdd.worker.kernels import mkl
 
-    mkl.settle()
+    mkl.warm_up_vml()
     torch.set_num_threads(binding.threads)
     torch.set_num_interop_threads(1)
     mapping = Mapping(arena_fd, workers[0][0].arena_bytes)
@@ -97,16 +97,16 @@ def serve(workers, arena_fd, binding):
         members.append((connection, role))
         connection.send(msgspec.structs.replace(role.warm_up(lambda done: None), binding=binding))
         connection.flush()
-    take_turns(members, readable, workers[0][0].beat_s)
+    take_turns(members, readable, workers[0][0].heartbeat_s)
 
 
-def take_turns(members, readable, beat_s):
+def take_turns(members, readable, heartbeat_s):
     """A step of each in turn, as epdd.worker.process.loop does it for one."""
-    next_beat = time.monotonic()
+    next_heartbeat = time.monotonic()
     while True:
-        beats = time.monotonic() >= next_beat
+        beats = time.monotonic() >= next_heartbeat
         if beats:
-            next_beat = time.monotonic() + beat_s
+            next_heartbeat = time.monotonic() + heartbeat_s
         for connection, role in members:
             try:
                 for message, raw in connection.receive():
@@ -117,12 +117,12 @@ def take_turns(members, readable, beat_s):
                 if role.busy:
                     role.step()
                 if beats:
-                    connection.send(role.beat())
+                    connection.send(role.heartbeat())
                 connection.flush()
             except (EOFError, ConnectionError):
                 return
         if not any(role.busy for _, role in members):
-            readable.poll(1000 * max(0.0, next_beat - time.monotonic()))
+            readable.poll(1000 * max(0.0, next_heartbeat - time.monotonic()))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.clock == "cpu" and args.threads != 1:
         parser.error("--clock cpu counts one thread: it needs --threads 1")
-    mkl.settle()
+    mkl.warm_up_vml()
     torch.set_num_threads(args.threads)
     report = Report(args.out)
     panels = []

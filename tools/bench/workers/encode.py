@@ -255,7 +255,7 @@ def main():
                              "OMP_WAIT_POLICY=passive, or threads that wait for each other count as working")
     parser.add_argument("--out", type=Path, help="folder for numbers and plots")
     args = parser.parse_args()
-    mkl.settle()
+    mkl.warm_up_vml()
     torch.set_num_threads(args.threads)
     torch.set_num_interop_threads(1)
     if args.cpu_time:

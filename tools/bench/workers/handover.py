@@ -94,7 +94,7 @@ async def handovers(folder, huge_pages, repeats, answering=False):
     cpus = sorted(os.sched_getaffinity(0))
     for role, cpu, part in (("encoder", cpus[0], (0, size)), ("pd", cpus[-1], (0, 0))):     # bound apart, as placed
         spec = wire.WorkerSpec(f"{role}/0", role, "cpu", (cpu,), None, 1, str(files[role]), arena_bytes=size,
-                               arena_slice=part, huge_pages=huge_pages, beat_s=3600.0)
+                               arena_slice=part, huge_pages=huge_pages, heartbeat_s=3600.0)
         ends[role] = await End.start(server, spec, fd)
     numbers = itertools.count()
     answered = asyncio.Event()

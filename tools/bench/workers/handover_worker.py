@@ -51,7 +51,7 @@ class End:
     def cancel(self, work_id: str) -> None:
         pass
 
-    def beat(self) -> wire.Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         return wire.Heartbeat(steps=len(self._works))
 
     @property

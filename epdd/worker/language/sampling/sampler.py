@@ -24,9 +24,9 @@ class Sampler:
     """How one request chooses; keeps what its past tokens change."""
 
     def __init__(self, sampling: Sampling, prompt: list[int], stop_ids: frozenset[int], vocab: int,
-                 device: torch.device, constraint: GrammarMask | AfterThinking | None = None) -> None:
+                 device: torch.device, grammar: GrammarMask | AfterThinking | None = None) -> None:
         self._s = sampling
-        self._constraint = constraint
+        self._grammar = grammar
         self._bans = Bans(sampling, vocab, device) if sampling.allowed_token_ids or sampling.bad_words else None
         self._generated = 0
         self._generator = torch.Generator()
@@ -49,14 +49,14 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the token is simply the largest logit: the engine then finds it for the whole batch at once."""
+        """Whether the token is the largest logit, which the model runner finds for the whole batch."""
         return self._greedy and self._counts is None and self._seen is None and not len(self._biased) \
-            and self._constraint is None and self._bans is None and self._generated >= self._s.min_tokens
+            and self._grammar is None and self._bans is None and self._generated >= self._s.min_tokens
 
     @property
     def complete(self) -> bool:
         """The grammar allows nothing more, whatever min_tokens says."""
-        return self._constraint is not None and self._constraint.complete
+        return self._grammar is not None and self._grammar.complete
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token from finite float32 logits [vocab].  Raises BadRequest if no token may come next."""
@@ -77,8 +77,8 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Remember a token that joins the answer."""
         self._generated += 1
-        if self._constraint is not None:
-            self._constraint.accept(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
         if self._bans is not None:
             self._bans.accept(token)
         if self._counts is not None:
@@ -102,9 +102,9 @@ class Sampler:
     def _barred(self, device: torch.device) -> torch.Tensor | None:
         """Tokens that must not come next whatever the logits are, bool [vocab]; None: there are none."""
         banned = None if self._bans is None else self._bans.now()
-        if self._constraint is None:
+        if self._grammar is None:
             return banned
-        illegal = ~self._constraint.legal().to(device)
+        illegal = ~self._grammar.legal().to(device)
         return illegal if banned is None else illegal | banned
 
     def _legal(self, logits: torch.Tensor, barred: torch.Tensor) -> torch.Tensor:

@@ -57,14 +57,14 @@ class GrammarMask:
 class AfterThinking:
     """A grammar that begins after the answer's thinking, which is free but for one thing: it cannot end the answer."""
 
-    def __init__(self, constraint: GrammarMask, start_id: int, end_id: int, ends: tuple[int, ...],
+    def __init__(self, grammar_mask: GrammarMask, start_id: int, end_id: int, ends: tuple[int, ...],
                  breaks: frozenset[int]) -> None:
         """`start_id`: the token that begins the thinking if it is the answer's first; -1: it has begun.
 
         `ends` are the tokens that end an answer, `breaks` those of line breaks alone: models write one between their
         thinking and the answer.
         """
-        self._constraint = constraint
+        self._grammar = grammar_mask
         self._start_id = start_id
         self._end_id = end_id
         self._ends = list(ends)
@@ -73,42 +73,42 @@ class AfterThinking:
         self._also = [] if self._thinking else [start_id]   # legal next, besides what the grammar allows
 
     def legal(self) -> torch.Tensor:
-        """As `Constraint.legal`."""
+        """As `GrammarMask.legal`."""
         if self._thinking:
-            mask = torch.ones(self._constraint.vocab, dtype=torch.bool)
+            mask = torch.ones(self._grammar.vocab, dtype=torch.bool)
             mask[self._ends] = False
         else:
-            mask = self._constraint.legal()
+            mask = self._grammar.legal()
             mask[self._also] = True
         return mask
 
     def accept(self, token: int) -> None:
-        """As `Constraint.accept`."""
+        """As `GrammarMask.accept`."""
         also, self._also = self._also, []
         if self._thinking:
             if token == self._end_id:
                 self._thinking, self._also = False, sorted(self._breaks)
         elif token == self._start_id and also:
             self._thinking = True
-        elif not (token in also and not self._constraint.allows(token)):
-            self._constraint.accept(token)
+        elif not (token in also and not self._grammar.allows(token)):
+            self._grammar.accept(token)
 
     @property
     def complete(self) -> bool:
-        """As `Constraint.complete`."""
-        return not self._thinking and self._constraint.complete
+        """As `GrammarMask.complete`."""
+        return not self._thinking and self._grammar.complete
 
 
-class Constraints:
-    """Makes constraints over a checkpoint's tokens.  The tokenizer is read for the first one: with 150,000 tokens
-    it takes a second and 140 MB, which a worker without such requests never pays."""
+class GrammarCompiler:
+    """Makes grammar masks over a checkpoint's tokens.  The tokenizer is read for the first one: with 150,000 tokens it
+    takes a second and 140 MB, which a worker without such requests never needs."""
 
     def __init__(self, folder: str, vocab: int, eos_ids: tuple[int, ...]) -> None:
         self._folder = folder
         self._vocab = vocab
         self._eos_ids = tuple(token for token in eos_ids if token < vocab)
 
-    def make(self, sampling: Sampling) -> GrammarMask | AfterThinking:
+    def compile(self, sampling: Sampling) -> GrammarMask | AfterThinking:
         """For a request's grammar; with ignore_eos it goes on as long as the grammar lets it.
 
         Raises BadRequest on a bad grammar.
@@ -116,10 +116,10 @@ class Constraints:
         tokenizer, breaks = self._tokenizer
         matcher = grammar.begin(sampling.grammar, tokenizer)
         _check(matcher)
-        constraint = GrammarMask(matcher, self._vocab, self._eos_ids if sampling.ignore_eos else ())
+        mask = GrammarMask(matcher, self._vocab, self._eos_ids if sampling.ignore_eos else ())
         if sampling.think_end_id < 0:
-            return constraint
-        return AfterThinking(constraint, sampling.think_start_id, sampling.think_end_id, self._eos_ids, breaks)
+            return mask
+        return AfterThinking(mask, sampling.think_start_id, sampling.think_end_id, self._eos_ids, breaks)
 
     @cached_property
     def _tokenizer(self) -> tuple[llguidance.LLTokenizer, frozenset[int]]:

@@ -33,6 +33,6 @@ class Amx(Plain):
             block.mlp = end_with_activation(block.mlp, nn.Linear,
                                             partial(gemm_bf16x3.ManyRowsLinear, activation=Activation.GELU_TANH),
                                             partial(gemm_bf16x3.ManyRowsLinear, activation=Activation.SILU))
-        if not onednn.exchange(tower.module, gemm_bf16x3.ManyRowsLinear):
+        if not onednn.replace_linears(tower.module, gemm_bf16x3.ManyRowsLinear):
             raise RuntimeError("its products are not torch's")
         return tower

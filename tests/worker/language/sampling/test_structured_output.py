@@ -18,7 +18,7 @@ from epdd.errors import EpddError
 from epdd.frontend.structured import structured_output, tool_schema as tool_fields
 from epdd.frontend.structured.tool_call_parser import CallParser
 from epdd.worker.language.sampling.sampler import Sampler
-from epdd.worker.language.sampling.structured_output import Constraints, GrammarMask
+from epdd.worker.language.sampling.structured_output import GrammarCompiler, GrammarMask
 from tests.models import schemas
 from tests.worker.language import pd
 
@@ -53,7 +53,7 @@ def answer(folder: str, **sampling: Any) -> tuple[str, wire.FromWorker, list[int
 
 
 def constraint(folder: str, text: str, ignore_eos: bool = False) -> GrammarMask:
-    return Constraints(folder, 640, families.load(folder).eos_ids).make(
+    return GrammarCompiler(folder, 640, families.load(folder).eos_ids).compile(
         wire.Sampling(max_tokens=1, grammar=text, ignore_eos=ignore_eos))
 
 
@@ -114,7 +114,7 @@ def test_preempted_answers_keep_their_place_in_the_grammar(checkpoint: Callable[
     for name, schema in wanted.items():
         crowd.submit(name, pd.prompt(folder, [30], seed=int(name)), seed=int(name), grammar=grammar(schema), **options)
     answers = crowd.run()
-    assert crowd.engine.beat().preempted > 3
+    assert crowd.engine.heartbeat().preempted > 3
     for name, schema in wanted.items():
         alone = pd.Bench(folder)
         alone.submit(name, pd.prompt(folder, [30], seed=int(name)), seed=int(name), grammar=grammar(schema), **options)
@@ -204,7 +204,7 @@ def test_a_request_without_a_grammar_asks_for_no_mask(checkpoint: Callable[..., 
     bench.submit("x", pd.prompt(folder, [20]), max_tokens=5)
     assert all(request.sampler.plain for request in bench.engine._requests.values())
     bench.run()
-    assert "_tokenizer" not in vars(bench.runner.language.constraints)
+    assert "_tokenizer" not in vars(bench.runner.language.grammar_compiler)
 
 
 def test_text_is_free_until_a_call_begins(checkpoint: Callable[..., str]) -> None:
@@ -323,12 +323,12 @@ def test_a_grammar_begins_after_the_thoughts(checkpoint: Callable[..., str], ope
 
 def test_one_line_break_may_stand_between_thoughts_and_grammar(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("qwen3_vl")
-    made = Constraints(folder, 640, families.load(folder).eos_ids)
+    made = GrammarCompiler(folder, 640, families.load(folder).eos_ids)
     line, letter, end = (pd.Bench.token(folder, text) for text in ("\n", "x", "z"))
 
     def after(text: str, *tokens: int) -> list[bool]:
         """Whether a line break, x, and the end may follow."""
-        limits = made.make(wire.Sampling(max_tokens=9, grammar=text, think_end_id=end))
+        limits = made.compile(wire.Sampling(max_tokens=9, grammar=text, think_end_id=end))
         for token in tokens:
             assert limits.legal()[token]
             limits.accept(token)

@@ -1,7 +1,7 @@
-"""Holds a role's answers back until their modelled time, without drift.
+"""Delays a role's answers until their modelled time, without drift.
 
-The real work is done at once when its modelled time begins; then the worker waits on its socket, so that beats,
-cancels and a hang-up are dealt with while it "computes".
+The real work is done when its modelled time begins.  Then the worker waits on its socket, so that heartbeats, cancels
+and a hang-up are handled while it "computes".
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from epdd import families, wire
-from epdd.emulated_time import Clock, EmulatedModel, Pace, Timeline
+from epdd.emulated_time import Clock, EmulatedModel, EmulatedWorker, Timeline
 from epdd.families import ModelInfo
 from epdd.worker.process.loop import Send
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.2           # the longest wait in one step: the loop beats in between
+SLICE_S = 0.2           # the longest wait in one step: heartbeats go out in between
 # poll counts in whole milliseconds, rounded up: the last ones are slept.
 EXACT_S = 0.002
 
@@ -26,12 +26,13 @@ EXACT_S = 0.002
 class EmulatedTime:
     """One piece of work at a time, and its answers.  Subclasses say what is next."""
 
-    def __init__(self, name: str, pace: Pace, send: Send, wait: Callable[[float], None], clock: Clock) -> None:
+    def __init__(self, name: str, emulated: EmulatedWorker, send: Send, wait: Callable[[float], None],
+                 clock: Clock) -> None:
         """`wait(seconds)` returns early when the socket has something to read."""
         self._name, self._send, self._wait, self.clock = name, send, wait, clock
-        self.timeline = Timeline(pace.group, f"{pace.seed} {name}")
+        self.timeline = Timeline(emulated.group, f"{emulated.seed} {name}")
         self.served = self.late = 0                     # pieces of work, and those that took longer than modelled
-        self._held: list[wire.FromWorker] = []          # goes out at the end of the present piece of work
+        self._delayed: list[wire.FromWorker] = []       # go out at the end of the present piece of work
         self._end: float | None = None                  # that end, in emulated seconds
 
     @property
@@ -44,12 +45,12 @@ class EmulatedTime:
         if self._end is None:
             self._begin()
         if self._end is not None and self._reached(self._end):
-            held, self._held, self._end = self._held, [], None
-            for message in held:
+            delayed, self._delayed, self._end = self._delayed, [], None
+            for message in delayed:
                 self._send(message)
 
     def _begin(self) -> None:
-        """Do the next piece of real work, `_spend` its time and hold its answers."""
+        """Do the next piece of real work, `_spend` its time and delay its answers."""
         raise NotImplementedError
 
     def _spend(self, ready: float, seconds: float) -> float:

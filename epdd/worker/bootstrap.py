@@ -50,7 +50,7 @@ class Descriptor(Protocol):
 
 
 def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> None:
-    """Be the worker `spec` until the daemon hangs up.
+    """Run the worker `spec` until the daemon hangs up.
 
     Exits with 78 on a StartupError (a restart would not help), with 79 when its GPU failed, with 1 on any other fault.
     """
@@ -68,7 +68,7 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
     connection = loop.DaemonConnection(fd)
     try:
         role, ready = _start(spec, arena, connection)
-        # Threads as torch has them; its own word is in what the role made.
+        # The number of threads as torch reports it in the role's Ready.
         binding = msgspec.structs.replace(binding, threads=ready.binding.threads)
         abilities = (("emulated",) if spec.emulated
                      else importlib.import_module("epdd.worker.weights.load").abilities(spec.device))
@@ -90,32 +90,32 @@ def main(spec: wire.WorkerSpec, sock: Descriptor, arena: Descriptor | None) -> N
 
 
 def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> tuple[Any, wire.Ready]:
-    """Map, load and warm up; progress is told on the way.  Raises StartupError."""
+    """Map, load and warm up, and report progress.  Raises StartupError."""
 
-    def told(stage: str, done: float) -> None:
+    def report(stage: str, done: float) -> None:
         connection.send(wire.Loading(stage, done))
         connection.flush()
 
-    told("import", 0.0)
+    report("import", 0.0)
     if spec.emulated is None or spec.emulated.answers == "demo":
         _set_up_torch(spec.threads)
     make_role = role_of(spec)
-    told("arena", 0.0)
-    mapping = _map_arena(spec, arena, lambda done: told("arena", done))
+    report("arena", 0.0)
+    mapping = _map_arena(spec, arena, lambda done: report("arena", done))
     huge_bytes = 0
     if mapping is not None:
         huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
         threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
-    told("weights", 0.0)
+    report("weights", 0.0)
     weights.check(spec.model, spec.weights)
-    # An emulated role lets time pass by waiting for the socket.
+    # An emulated role waits on the socket while its time passes.
     waiting = (connection.wait,) if spec.emulated else ()
     loads = spec.emulated is None or spec.emulated.answers == "demo"
-    with readahead.read_ahead(spec.model, spec.role, lambda done: told("weights", done)) if loads else nullcontext():
+    with readahead.read_ahead(spec.model, spec.role, lambda done: report("weights", done)) if loads else nullcontext():
         role = make_role(spec, mapping, connection.send, *waiting)
     weights.check(spec.model, spec.weights)         # they may have been changed while they were read
-    told("warm-up", 0.0)
-    ready = role.warm_up(lambda done: told("warm-up", done))
+    report("warm-up", 0.0)
+    ready = role.warm_up(lambda done: report("warm-up", done))
     ctypes.CDLL(None).malloc_trim(0)    # loading and trials took more than serving will
     return role, msgspec.structs.replace(ready, arena_huge_bytes=huge_bytes)
 
@@ -145,14 +145,14 @@ def _map_arena(spec: wire.WorkerSpec, arena: Descriptor | None, progress: Callab
 
 
 def _map_others_slices(mapping: Any) -> None:
-    """Enter all of the arena into this process's page table, as soon as those whose slices they are have them."""
+    """Map all of the arena in this process, each slice as soon as its encoder has reserved it."""
     name_thread("arena")
     while not mapping.populate():
         time.sleep(OTHERS_S)
 
 
 def _last_words(spec: wire.WorkerSpec, connection: Any, error: Exception) -> None:
-    """Tell journal and daemon why this worker ends."""
+    """Log, and tell the daemon, why this worker ends."""
     if isinstance(error, (StartupError, DeviceError)):
         log.error("%s ends: %s", spec.name, error.message)
     else:
@@ -170,5 +170,5 @@ def _exit_with_daemon(fd: int, leaving: threading.Event) -> None:
     poll.register(fd, select.POLLHUP | select.POLLRDHUP)
     while not poll.poll():
         pass
-    if not leaving.is_set():    # a daemon that has read the last words may hang up before the exit code is out
+    if not leaving.is_set():    # after the last message the daemon may hang up before the exit code is set
         os._exit(0)

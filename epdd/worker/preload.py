@@ -37,6 +37,6 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402, F401
 from epdd.worker.language import cpu_runner, engine  # noqa: E402, F401
 from epdd.worker.vision import encoder  # noqa: E402, F401
 
-# All of this stays: without it a full collection in a worker takes half a second, in the middle of somebody's answer,
+# All of this stays: without it a full collection in a worker takes half a second, in the middle of an answer,
 # and writes to pages that all workers share.
 gc.freeze()

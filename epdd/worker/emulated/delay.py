@@ -24,7 +24,7 @@ EXACT_S = 0.002
 
 
 class EmulatedTime:
-    """One piece of work at a time, and its answers.  Subclasses say what is next."""
+    """One piece of work at a time, and its answers.  Subclasses choose what is next."""
 
     def __init__(self, name: str, emulated: EmulatedWorker, send: Send, wait: Callable[[float], None],
                  clock: Clock) -> None:

@@ -32,7 +32,7 @@ class RowsEncoder:
         if arena is None:
             raise WorkerFailed("an encoder needs the arena")
         self._arena, self._send = arena, send
-        self._family, self._dtype = sized_info(folder, model), model.dtype
+        self._info, self._dtype = sized_info(folder, model), model.dtype
 
     def submit(self, message: wire.Encode, raw: bytes) -> None:
         """Write the rows and answer Encoded, or Failed if they do not fit."""
@@ -52,11 +52,11 @@ class RowsEncoder:
         return wire.Ready(binding=wire.Binding((), (), 1), dtype=self._dtype)
 
     def _size(self, message: wire.Encode) -> int:
-        rows = self._family.rows(message.grid)
+        rows = self._info.rows(message.grid)
         if rows != message.rows:
             raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
         self._arena.view(message.lease)     # raises if the lease lies outside
-        size = self._family.embedding_bytes(rows, self._dtype)
+        size = self._info.embedding_bytes(rows, self._dtype)
         if size > message.lease.size:
             raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {size}")
         return size
@@ -79,8 +79,8 @@ class EmulatedEncoder(EmulatedTime):
             real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
         self._waiting: deque[tuple[wire.Encode, bytes, float]] = deque()     # with its arrival
-        self._family = families.load(spec.model)
-        self._patches_max = self._family.rows_max * self._family.merge ** 2
+        self._info = families.load(spec.model)
+        self._patches_max = self._info.rows_max * self._info.merge ** 2
         if emulated.model is not None:
             self._patches_max = emulated.model.max_pixels // emulated.model.patch ** 2
         self._steps = 0

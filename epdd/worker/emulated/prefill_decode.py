@@ -1,7 +1,7 @@
 """The emulated prefill-decode role: continuous batching, each step for as long as the time model says.
 
-The real engine decides who is in a step (`worker/language/engine.py`), also without a model.  A step of `prefill`
-prompt tokens and `decoding` sequences takes
+The real engine decides which sequences are in a step (`worker/language/engine.py`), also without a model.  A step of
+`prefill` prompt tokens and `decoding` sequences takes
 
     max(decode.a, prefill / prefill_tokens_per_s) + decode.b * decoding + decode.c * decoding^2
 

@@ -1,7 +1,7 @@
-"""The encoder role on a GPU: decoding on CPU threads, all else on the device, rows copied to where the lease is.
+"""The encoder role on a GPU: files are decoded on CPU threads, all else is done on the device.
 
-An image is answered when the stream is done with it: who reads its rows then needs to wait for nothing.  That costs a
-launch's pause between two batches, and spares an event for each lease, which would have to outlive its process.
+An image is answered when the stream is done with it: readers then need not wait.  That costs the time of a launch
+between two batches, and saves an event for each lease, which would have to outlive its process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from epdd.worker.vision.grids import Grid
 
 log = logging.getLogger(__name__)
 
-# Two images of 1080p: products are at their full rate long before, and who comes behind waits for no more than that.
+# Two images of 1080p: products reach their full rate long before, and the next image waits no longer than that.
 BATCH_PATCHES_MAX = 16384
-BATCH_SHARE = 0.7       # of the memory there is: torch's allocator keeps blocks of other sizes in between
+BATCH_SHARE = 0.7       # of the free memory: torch's allocator keeps blocks of other sizes in between
 
 
 class GpuEncoder(Encoder):
-    """The role; `device` is another's in tests."""
+    """The role; tests give another `device`."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send,
                  device: cuda.Device | None = None) -> None:
@@ -63,12 +63,12 @@ class GpuEncoder(Encoder):
         return super().busy or self._transfer.pinning
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:
-        """As of `Encoder`, and what the daemon says of arenas."""
+        """As of `Encoder`, and messages about arenas."""
         if not self._transfer.take(message, self._send):
             super().submit(message, raw)
 
     def step(self) -> None:
-        """As of `Encoder`.  Raises DeviceError, after which the process is of no use."""
+        """As of `Encoder`.  Raises DeviceError, after which the process must end."""
         self._transfer.go_on(self._send)
         with self._gpu.using(self._stream):
             super().step()
@@ -82,7 +82,7 @@ class GpuEncoder(Encoder):
         return msgspec.structs.replace(ready, pool=self._pool)
 
     def _batch_patches(self, patches: int) -> int:
-        """By what an image of so many patches takes, and what there is."""
+        """From the memory that an image of `patches` patches takes, and the free memory."""
         self._gpu.empty_cache()
         held = self._gpu.held_bytes()
         there = self._spec.gpu_bytes - held if self._spec.gpu_bytes else self._gpu.memory()[0]
@@ -93,21 +93,21 @@ class GpuEncoder(Encoder):
         each = max(1.0, (self._gpu.peak_bytes() - held) / patches)
         return max(1, min(BATCH_PATCHES_MAX, int(BATCH_SHARE * there / each)))
 
-    # --- parts of Encoder that are others here
+    # --- parts of Encoder that differ on a GPU
 
     def _prepare(self, pixels: Pixels, grid: Grid) -> torch.Tensor:
         """[height, width, 3] bytes, pinned."""
         return self._gpu.pinned(torch.from_numpy(np.require(pixels, requirements=("C", "W"))))
 
     def _blank(self, side: int) -> torch.Tensor:
-        return torch.zeros(side * self._family.patch, side * self._family.patch, 3, dtype=torch.uint8)
+        return torch.zeros(side * self._info.patch, side * self._info.patch, 3, dtype=torch.uint8)
 
     def _wait(self) -> None:
         self._gpu.synchronise(self._stream)
 
     def embed(self, images: list[Any], grids: list[Grid]) -> backends.Planes:
         """Planes [rows, hidden] of all images from their pixels, on their way on the device."""
-        parts = [pixels.patches(image.to(self._gpu.torch, non_blocking=True), grid, self._family)
+        parts = [pixels.patches(image.to(self._gpu.torch, non_blocking=True), grid, self._info)
                  for image, grid in zip(images, grids)]
         return self._run(parts[0] if len(parts) == 1 else torch.cat(parts), grids)
 
@@ -141,7 +141,7 @@ class GpuEncoder(Encoder):
     def _prove(self) -> None:
         """Encode the smallest image, or end.  Raises DeviceError."""
         self._gpu.empty_cache()
-        side = self._family.merge
+        side = self._info.merge
         try:
             self.embed([self._blank(side)], [(1, side, side)])
             self._wait()

@@ -1,7 +1,7 @@
 """Attention of packed batches by the flash kernel that torch ships, for bfloat16 and float16 on NVIDIA GPUs.
 
 The kernel takes all sequences of a batch at once.  A sequence's keys and values are one extent of the KV pool, so it
-needs no page table: where it expects cumulative lengths it is given each extent's beginning, and beside them how many
+needs no page table: in place of cumulative lengths the kernel gets each extent's beginning, and separately how many
 tokens count.  (With page tables it wants pages of 256 tokens, older versions have none at all, and newer ones can lose
 rows where it splits the keys: pytorch issue 194167.)
 
@@ -25,7 +25,7 @@ from epdd.worker.language import attention
 log = logging.getLogger(__name__)
 
 NAME = "epdd-packed"       # a name with "flash" in it is looked for among transformers' own
-# Of values about as large as one: bfloat16 has three digits, and the two ways to sum differ by one or two of the last.
+# For values near 1: bfloat16 has three digits, and two orders of summation differ by one or two in the last.
 TOLERANCE = 2e-2
 
 
@@ -94,7 +94,7 @@ AttentionInterface.register(NAME, attend)
 
 def operator(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: FlashCall, scale: float
              ) -> torch.Tensor:
-    """What varlen_attn itself calls, which passes lengths on from torch 2.12 on, and adds its own overhead."""
+    """The operator under varlen_attn, which takes lengths only from torch 2.12 on, and adds overhead."""
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, keys, values, part.firsts, part.offsets, part.chunk_max, part.length_max, 0.0, part.chunk_max > 1, False,
         scale=scale, seqused_k=part.lengths)[0]
@@ -115,7 +115,7 @@ def public(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: 
 
 def by_sequence(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: FlashCall,
                 scale: float) -> torch.Tensor:
-    """The same one sequence after another, on any device: what the kernels are held to."""
+    """The same one sequence after another, on any device: the reference for the kernels."""
     firsts, offsets, lengths = part.firsts.tolist(), part.offsets.tolist(), part.lengths.tolist()
     found = []
     for first, end, offset, length in zip(firsts, firsts[1:], offsets, lengths):

@@ -18,13 +18,13 @@ from epdd.worker.gpu import flash
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 257, 32))     # sequences; a batch takes the next larger graph
-RECORD_S = 30.0         # for all of them at start: what is not recorded by then runs without
+RECORD_S = 30.0         # for all of them, at start: a size that is not recorded by then runs without a graph
 
 ID, POSITIONS, SLOT, LENGTH, OFFSET, WIDTH = 0, slice(1, 4), 4, 5, 6, 7     # rows of a graph's table
 
 # Token ids [n], positions [3, n] and the layout to (the largest logit and its id [2, n], logits [n, vocab]).
 Compute = Callable[[torch.Tensor, torch.Tensor, flash.FlashPlan], tuple[torch.Tensor, torch.Tensor]]
-# Records what a function does; gives what does it again, and the tensors that its results are then found in.
+# Records the kernels of a function; returns what replays them, and the tensors that then have the results.
 Recorder = Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]],
                     tuple[Callable[[], None], tuple[torch.Tensor, torch.Tensor]]]
 
@@ -44,7 +44,7 @@ class Graphs:
     def __init__(self, compute: Compute, kernel: flash.Kernel, record: Recorder, sizes_max: int, length_max: int,
                  device: torch.device, upload: Callable[[torch.Tensor], torch.Tensor],
                  sizes: Sequence[int] = SIZES) -> None:
-        """`upload(tensor)`: the same in memory that the card can copy from while this goes on.
+        """`upload(tensor)`: a copy in pinned memory.
 
         Recording runs the step: it writes keys and values of one token into slot 0 of the pool.
         """
@@ -81,7 +81,7 @@ class Graphs:
         table[POSITIONS, :count] = positions.int()
         numbers = torch.tensor([(offset + past, past + 1, offset) for _, offset, past in layout], dtype=torch.int32)
         table[SLOT:WIDTH, :count] = numbers.T
-        # What is left of the graph's rows computes the first sequence's token again, and writes it to the same place.
+        # The graph's spare rows compute the first sequence's token again and write it to the same place.
         table[:, count:] = table[:, :1]
         graph.table.copy_(self._upload(table), non_blocking=True)
         graph.replay()

@@ -15,9 +15,9 @@ from epdd.worker.language.scheduler import Batch
 
 
 class Leased:
-    """An image's embeddings in a lease, copied to the device as chunks of the prompt come to them.
+    """An image's embeddings in a lease, copied to the device as chunks of the prompt need them.
 
-    What is asked of before it is needed comes beside the step before; never more than one range.
+    `ask` begins a copy during the step before the one that needs it; there is at most one such range.
     """
 
     def __init__(self, span: wire.Span, shape: tuple[int, int, int], device: Device, transfer: Transfer) -> None:
@@ -33,7 +33,7 @@ class Leased:
         self._ahead = low, self._transfer.fetch(self._lease, self._shape, self._dtype, low, high)
 
     def take(self, low: int, high: int) -> torch.Tensor:
-        """Rows [low, high) on the device: what is launched from now on may read them."""
+        """Rows [low, high) on the device: kernels launched from now on may read them."""
         first, fetched = self._ahead or (0, None)
         self._ahead = None
         if fetched is None or low < first or high > first + fetched.planes.shape[1]:
@@ -42,7 +42,7 @@ class Leased:
         return fetched.planes[:, low - first:high - first]
 
     def kept(self) -> HostRows:
-        """A copy in the host's memory: the device's is planned for requests that need no second prefill."""
+        """A copy in the host's memory: the device's memory is planned without such copies."""
         rows = self.take(0, self.end - self.start)
         return HostRows(self.start, rows.to("cpu"))
 
@@ -62,7 +62,7 @@ def ask_ahead(batch: Batch[PromptSequence], budget: int) -> None:
 
 
 def splice(batch: Batch[PromptSequence], embeds: torch.Tensor) -> dict[str, Any]:
-    """As `inputs.splice`, without making the device count the rows of a mask in each layer.
+    """As `batch_inputs.splice`, without making the device count the rows of a mask in each layer.
 
     The deepstack planes are as long as the batch, zero where there is no image, and added to the one sequence of the
     packed batch: the index that stands for the mask.

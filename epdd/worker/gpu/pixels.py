@@ -1,7 +1,7 @@
-"""Decoded pixels to patches on a GPU: what `preprocess` does on CPUs, but for decoding.
+"""Decoded pixels to patches on a GPU, as `preprocess` does on CPUs.
 
-Pillow's bicubic filter in its own order, across before down, with bytes in between; its weights are fixed-point
-numbers, so that a pixel in some hundred thousand is a grey level off, which is far less than bfloat16 loses.
+Pillow's bicubic filter in its order: width first, then height, with bytes in between.  Pillow's weights are fixed-point
+numbers, so one pixel in some 100,000 differs by a grey level, which is far less than bfloat16 loses.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch.nn.functional import interpolate
 from epdd.families import ModelInfo
 
 
-def patches(pixels: torch.Tensor, grid: tuple[int, int, int], family: ModelInfo) -> torch.Tensor:
+def patches(pixels: torch.Tensor, grid: tuple[int, int, int], info: ModelInfo) -> torch.Tensor:
     """[height, width, 3] bytes to [patches, 3 * patch * patch] bytes on the grid."""
-    return cut(resize(pixels, grid[1] * family.patch, grid[2] * family.patch), family)
+    return cut(resize(pixels, grid[1] * info.patch, grid[2] * info.patch), info)
 
 
 def resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -32,10 +32,10 @@ def _filtered(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return made[0].permute(1, 2, 0).add(0.5).floor_().clamp_(0, 255).to(torch.uint8)
 
 
-def cut(pixels: torch.Tensor, family: ModelInfo) -> torch.Tensor:
+def cut(pixels: torch.Tensor, info: ModelInfo) -> torch.Tensor:
     """[height, width, 3] into [patches, 3 * patch * patch], merge x merge neighbours one after another."""
     height, width, channels = pixels.shape
-    patch, merge = family.patch, family.merge
+    patch, merge = info.patch, info.merge
     side = patch * merge
     blocks = pixels.reshape(height // side, merge, patch, width // side, merge, patch, channels)
     return blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * patch * patch)

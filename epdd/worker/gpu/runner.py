@@ -1,7 +1,7 @@
 """The model runner of a GPU: a step computed as a GPU wants it.
 
 One copy of numbers to the device begins a step, and waiting for its result, one copy back, ends it: when the next one
-is laid out, or a lease let go, nothing of this one is under way.
+is laid out, or a lease is released, nothing of this one is under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class GpuModelRunner(ModelRunner):
-    """`kernels` and `device` are others' in tests."""
+    """Tests give other `kernels` and another `device`."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping | None, send: Send, device: cuda.Device | None = None,
                  kernels: dict[str, flash.Kernel] = flash.KERNELS) -> None:
@@ -43,7 +43,7 @@ class GpuModelRunner(ModelRunner):
         self.info, self.memory, self.ready = language.info, language.pool, language.ready
         log.info("%s norms fused=%d", spec.name, norm.fuse(language.model))
         self._transfer = Transfer(self._gpu, arena)
-        # Kernels of an urgent stream go before those of others in this process: the graphs' and the copies'.
+        # Kernels of an urgent stream go before those of other streams in this process, such as the copies'.
         self._stream = self._gpu.stream(urgent=True)
         config = language.text.config
         _, kv_heads, dim = kv_cache.sizes(config)

@@ -4,7 +4,7 @@ Leases lie in the host's arena, which is pinned here in portions, or in the pool
 that a prefill-decode worker has opened.  Either way a copy is by address, on a stream.
 
 Why a reader sees what the writer wrote: an encoder answers only when its stream is done, and the answer comes to the
-reader by the daemon.  The other way round a reader lets a lease go only when its copies have arrived.
+reader by the daemon.  A reader releases a lease only when its copies have arrived.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from epdd.worker.process.loop import Send
 
 log = logging.getLogger(__name__)
 
-# So much is pinned at once: some tens of milliseconds, between two steps.  A copy must lie in memory that is pinned as
-# one, or not at all, so none crosses a multiple of this.
+# Pinned at once, between two steps: it takes some tens of milliseconds.  A copy must lie in memory that was pinned in
+# one call, or in none, so no copy crosses a multiple of this.
 PORTION_BYTES = 256 << 20
 HOST = 0
 
@@ -58,7 +58,7 @@ class Transfer:
     def create_pool(self, size: int) -> wire.GpuPool | None:
         """Memory on this GPU that other workers can open; all leases outside the host's arena lie in it.
 
-        None, with a warning, where the machine allows none.
+        None, with a warning, if the machine allows none.
         """
         try:
             address = self._device.allocate(size)
@@ -69,7 +69,7 @@ class Transfer:
             return None
 
     def handle(self, message: wire.OpenArena | wire.CloseArena) -> wire.Opened | None:
-        """Open or close an arena; what to answer now."""
+        """Open or close an arena; the answer, if there is one now."""
         if isinstance(message, wire.CloseArena):
             self._close(message.arena)
             return None
@@ -83,7 +83,7 @@ class Transfer:
         return wire.Opened(message.arena)
 
     def idle(self) -> wire.Opened | None:
-        """Pin the next portion of the host's arena, if any is left; the answer once that has come to its end."""
+        """Pin the next portion of the host's arena, if any is left; the answer when all is pinned."""
         if self._unpinned is None:
             return None
         portion = next(self._unpinned, None)
@@ -104,7 +104,7 @@ class Transfer:
         return self._unpinned is not None
 
     def take(self, message: wire.ToWorker, send: Send) -> bool:
-        """Whether a message is about arenas; if so it is dealt with, and answered."""
+        """Whether a message is about arenas; if so it is handled and answered."""
         if not isinstance(message, (wire.OpenArena, wire.CloseArena)):
             return False
         if (opened := self.handle(message)) is not None:
@@ -129,7 +129,7 @@ class Transfer:
     # --- copies
 
     def check(self, lease: wire.Lease) -> None:
-        """Raises WorkerFailed where this worker cannot use the lease."""
+        """Raises WorkerFailed if this worker cannot use the lease."""
         self._address(lease)
 
     def fetch(self, lease: wire.Lease, shape: tuple[int, int, int], dtype: torch.dtype, low: int,
@@ -144,7 +144,7 @@ class Transfer:
         if not 0 <= low < high <= rows or planes * rows * row > size:
             raise WorkerFailed(f"rows [{low}, {high}) of {shape} are not in a lease of {size} bytes")
         compute = self._device.current()
-        # Made on the copies' stream: what was there before has been used up, so that nothing need be waited for.
+        # Allocated on the copies' stream: its allocator reuses memory only after its last use, so no wait is needed.
         with self._device.using(self.stream):
             target = torch.empty((planes, high - low, hidden), dtype=dtype, device=self._device.torch)
         self._device.keep(target, compute)
@@ -154,7 +154,7 @@ class Transfer:
         return Fetched(target, self._device.record(self.stream))
 
     def store(self, rows: torch.Tensor, lease: wire.Lease) -> int:
-        """Copy a tensor of the device into a lease, in turn on the current stream; how many bytes.
+        """Copy a tensor of the device into a lease, on the current stream; returns the bytes.
 
         They are there when that stream is done.  Raises WorkerFailed, DeviceError.
         """

@@ -7,7 +7,7 @@ named files that a killed process leaves behind.
 
 An error of CUDA is sticky: all later calls of the process fail as well.  So `fault` makes a DeviceError of every one
 but memory that ran out, and a worker that has one ends.  Calls that are refused without harm (`register`, `allocate`,
-`export`, `open`) raise WorkerFailed: whoever makes them has another way.
+`export`, `open`) raise WorkerFailed: their callers have another way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMCPY_DEFAULT = 4             # cudaMemcpyDefault: where the addresses lie say
 _LAZY_PEER_ACCESS = 1           # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _MEMORY_ALLOCATION = 2          # cudaErrorMemoryAllocation
 
-# How torch words what its classes do not tell apart.
+# Messages of torch for faults that have no class of their own.
 _NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 _BROKEN = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUDA driver error")
 
@@ -50,7 +50,7 @@ def fault(error: BaseException) -> EpddError | None:
 
 
 def card(name: str) -> str:
-    """What "cuda:N" is, in its maker's words."""
+    """The product name of "cuda:N"."""
     return str(torch.cuda.get_device_name(name))
 
 
@@ -79,7 +79,7 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises OutOfMemory, WorkerFailed in the runtime's words."""
+        """Raises OutOfMemory, WorkerFailed with the runtime's message."""
         code = getattr(self._library, name)(*arguments)
         if code == 0:
             return
@@ -105,7 +105,7 @@ def loaded_runtime() -> Runtime:
 
 
 class Device:
-    """The one GPU of this process.  CUDA's choice is by thread: others than that which makes this `enter` first."""
+    """The one GPU of this process.  CUDA's choice is by thread: all but the one that makes this `enter` first."""
 
     def __init__(self, name: str) -> None:
         """Selects "cuda:N", N as NVML counts, and starts its context.  Raises HardwareError."""
@@ -133,7 +133,7 @@ class Device:
     # --- memory
 
     def limit(self, size: int) -> None:
-        """Let tensors of this process take no more than so many bytes, all together."""
+        """Let all tensors of this process together take at most `size` bytes."""
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / self.memory()[1]), self.torch)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Device:
         torch.cuda.empty_cache()
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """`stream`, not the one it was made on, uses the tensor: its memory is taken again only after that."""
+        """`stream`, not the one it was made on, uses the tensor: its memory is reused only after that."""
         tensor.record_stream(stream)
 
     # --- streams and events
@@ -210,7 +210,7 @@ class Device:
             raise DeviceError(error.message) from None
 
     def register(self, address: int, size: int) -> None:
-        """Pin host memory, for the life of the process: copies then run beside other work.  Raises WorkerFailed."""
+        """Pin host memory, for the life of the process: copies then overlap other work.  Raises WorkerFailed."""
         self._refusable("cudaHostRegister", address, size, 0)
 
     def allocate(self, size: int) -> int:
@@ -248,7 +248,7 @@ class Device:
     # --- graphs
 
     def capture(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """`run`'s kernels as one launch, and what it returns, which each launch writes anew.
+        """`run`'s kernels as one launch, and what it returns, which each launch overwrites.
 
         Launches use the current stream.  All graphs share memory: what one returns holds until the next launch of
         any.  `run` is called twice, and must use memory that stays where it is for what it reads.

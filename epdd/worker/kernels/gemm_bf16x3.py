@@ -31,7 +31,7 @@ def missing() -> str:
 
 
 class ManyRowsLinear(nn.Module):  # type: ignore[misc]
-    """Stands where a float32 nn.Linear was; an activation may end its product.  The weights stay as they lie."""
+    """Replaces a float32 nn.Linear; an activation may end its product.  The weights stay as they lie."""
 
     def __init__(self, linear: nn.Linear, activation: Activation = Activation.NONE) -> None:
         """Raises RuntimeError on other weights."""

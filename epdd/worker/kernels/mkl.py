@@ -2,7 +2,7 @@
 
 torch computes cosines and the like by them.  MKL chooses a function's code at its first call, and where two threads
 make that call together one of them may run code of a few digits for its part of the tensor (pytorch issue 188792):
-errors of 1e-4, in a table that an encoder then keeps as long as it lives.
+errors of 1e-4, in a table that an encoder keeps until it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FUNCTIONS = ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "ex
 
 
 def warm_up_vml() -> None:
-    """Make those first calls, on a number each: too little for a second thread."""
+    """Make those first calls, on one number each, which is too little for a second thread."""
     for dtype in (torch.float32, torch.float64):
         number = torch.full((1,), 0.5, dtype=dtype)
         for name in FUNCTIONS:

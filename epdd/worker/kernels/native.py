@@ -2,7 +2,7 @@
 
 Owns how it is found and called.  It computes in torch's own OpenMP threads: torch has to be imported first, and its
 `set_num_threads` holds for both.  Products read their weights as they lie, whatever the number of rows, and give a row
-the same bits in any company.
+the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def advice() -> str:
-    """For an operator: what to do where the library was not built and could be; empty otherwise."""
+    """What an operator can do if the library was not built and could be; empty otherwise."""
     if PATH.exists() or platform.machine() not in ("x86_64", "AMD64"):
         return ""
     return ("no compiled kernels, so CPUs decode at about half the speed; install a C++ compiler (Debian: apt install "
@@ -94,7 +94,7 @@ def advice() -> str:
 
 
 def instructions() -> str:
-    """What the kernels compute with, for people; empty without kernels."""
+    """The instruction set that the kernels use; empty without kernels."""
     found = library()
     return "" if found is None else str(found.epdd_instructions().decode())
 
@@ -107,7 +107,7 @@ def takes(linear: nn.Linear) -> bool:
 
 
 class FewRowsLinear(nn.Module):  # type: ignore[misc]
-    """Stands where an nn.Linear was: few rows by the kernels, in float32 sums and results, more as before."""
+    """Replaces an nn.Linear: the kernels compute few rows, in float32 sums and results, the original more."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""RMS norms in one kernel each: as transformers writes them they are six, and a decode step has a hundred of them."""
+"""RMS norms in one kernel each: transformers' take six, and a decode step has a hundred of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}    
 
 
 class FusedNorm(nn.Module):  # type: ignore[misc]
-    """Stands where a model's RMS norm was; the same up to rounding."""
+    """Replaces a model's RMS norm; same values up to rounding."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class FusedNorm(nn.Module):  # type: ignore[misc]
 
 
 def fuse(module: nn.Module) -> int:
-    """Exchange the RMS norms under `module` that come out the same; how many were."""
+    """Fuse the RMS norms under `module` whose values stay the same; returns how many."""
     fused = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

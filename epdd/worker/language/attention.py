@@ -1,7 +1,7 @@
 """Attention over packed batches: [1, T] holds chunks and decode tokens of many sequences, one after another.
 
 Registered with transformers, whose text models call it unmodified.  Reads keys and values in place from the
-KV pool that `kv.Pool.update` returns.
+KV pool that `kv_cache.Step.update` returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from epdd.worker.kernels import native
 
 NAME = "epdd"
-ROWS_MAX = 256      # of a piece: torch computes also what is masked, so 512 rows of a prompt take 1.3 times as long
+ROWS_MAX = 256      # of a piece: torch also computes masked scores, so pieces of 512 rows take 1.3 times as long
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SequenceRows:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A step's layout: passed through the model to `kv.Pool.update` and `attend`."""
+    """A step's layout: passed through the model to `kv_cache.Step.update` and `attend`."""
 
     pieces: list[SequenceRows]
     slots: torch.Tensor         # [T], where each row's key and value go in the pool

@@ -1,4 +1,4 @@
-"""What a step feeds the text model: positions, and images' rows in place of their placeholders.
+"""The text model's input in a step: token ids, positions, and images' embeddings in place of placeholders.
 
 Functions of a batch; a chunk may begin or end inside an image.
 """
@@ -40,10 +40,10 @@ class HostRows:
 
 
 def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> tuple[int, ...]:
-    """A prompt as the prefix cache compares it: an image's first placeholder is the image itself.
+    """A prompt as the prefix cache compares it: a number made of the image replaces its first placeholder.
 
-    The other placeholders follow from it, and so do the positions of all that comes after.  With a salt the first item
-    is another number, so that only prompts of the same salt begin alike.
+    The other placeholders and all later positions follow from it.  A salt changes the first item, so that only prompts
+    with the same salt have a common prefix.
     """
     items = list(tokens)
     for span in spans:
@@ -62,7 +62,7 @@ def ids(batch: Batch[PromptSequence]) -> list[int]:
 
 
 def wanted(batch: Batch[PromptSequence]) -> list[int]:
-    """Rows of the batch that a token follows which nobody knows yet."""
+    """Rows of the batch whose next token is not known yet."""
     rows, end = [], 0
     for request, count in batch.chunks:
         end += count

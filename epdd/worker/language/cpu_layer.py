@@ -1,8 +1,8 @@
 """Decoder layers whose few rows the compiled kernels compute, whole, in one call.
 
-Takes the place of transformers' own layers, which stay inside: for more rows, and as what the kernels' results are
-held to before they are used.  Holds for layers of the Llama kind, as all served families have: two norms, rotary
-positions over whole heads, grouped queries, SwiGLU, biases and norms of queries and keys or none.
+Replaces transformers' own layers, which stay inside: they compute more rows, and are the reference for the kernels'
+results before these are used.  For layers of the Llama kind, as all served families have: two norms, rotary positions
+over whole heads, grouped queries, SwiGLU, with or without biases and norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from epdd.worker.language import attention, kv_cache
 
 log = logging.getLogger(__name__)
 
-TRIAL_ROWS = 3          # an odd group; each of them a sequence of its own, and of so many tokens:
-TRIAL_TOKENS = 2
+TRIAL_ROWS = 3          # an odd number; each row is a sequence of its own
+TRIAL_TOKENS = 2        # of each of these sequences
 # Of the largest value.  A wrong operation is off by more than a tenth; bfloat16 rounds ten times on transformers' way.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -39,7 +39,7 @@ class LayerShape(ctypes.Structure):
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    """Stands where a decoder layer was."""
+    """Replaces a decoder layer."""
 
     def __init__(self, original: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> None:
         """`keys` and `values` are the layer's part of the KV pool, [kv heads, tokens, head size]."""
@@ -71,7 +71,7 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 def install(model: Any, pool: kv_cache.KVPool) -> bool:
-    """Exchange a loaded language model's decoder layers and its output layer; whether that could be done."""
+    """Replace a loaded language model's decoder layers and its output layer; returns whether that was possible."""
     text, head = model.get_decoder(), model.get_output_embeddings()
     if native.library() is None or not all(map(_fits, text.layers)) or not native.takes(head):
         return False

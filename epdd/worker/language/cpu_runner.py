@@ -36,7 +36,7 @@ class CpuModelRunner(ModelRunner):
         self.language.head = self.language.model.get_output_embeddings()
 
     def _install_kernels(self, name: str) -> bool:
-        """Put this device's faster parts in the place of the model's own; whether compiled kernels are among them."""
+        """Replace parts of the model by faster ones; returns whether compiled kernels are among them."""
         model = self.language.model
         kernels = cpu_layer.install(model, self.language.pool)
         if kernels:
@@ -69,8 +69,8 @@ class CpuModelRunner(ModelRunner):
     def execute(self, batch: Batch[PromptSequence]) -> StepOutput:
         """Compute a batch."""
         layout = self.language.layout(batch)
-        # The first sequences decode.  Beside a long chunk they are computed apart, by the same kernels as ever: so
-        # their values do not depend on their company, for the price of reading the weights once more.
+        # The first sequences decode.  In a step with a long chunk they are computed apart, by the kernels of decode
+        # steps: so their logits do not depend on the rest of the batch.  This reads the weights twice.
         first = next((i for i, (_, count) in enumerate(batch.chunks) if count > 1), 0)
         if self.kernels and first and sum(count for _, count in batch.chunks) > native.ROWS_MAX:
             parts = [self._compute(Batch(batch.chunks[part]), layout[part])

@@ -118,7 +118,7 @@ class Engine:
             raise ContextLength(f"prompt of {len(tokens)} and answer of {sampling.max_tokens} tokens are over "
                                 f"the limit of {limit}")
         self._check(message.spans, tokens)
-        # A grammar may leave nothing but the end, which then ends the answer whatever ignore_eos says.
+        # If a grammar allows nothing but the end, the answer ends even with ignore_eos.
         eos = info.eos_ids if sampling.grammar or not sampling.ignore_eos else ()
         last = message.spans[-1] if message.spans else None
         return PromptSequence(

@@ -92,7 +92,7 @@ class KVPool(LayerMemory):
         return int(np.count_nonzero(self._prefixes.used[~self._taken])) * BLOCK_SIZE
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, where they lie as long as the pool lives."""
+        """A layer's keys and values; they never move."""
         return self._keys[index], self._values[index]
 
     def offset(self, owner: str) -> int:

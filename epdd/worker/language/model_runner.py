@@ -49,7 +49,7 @@ class PromptImage(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class PromptSequence(scheduler.Sequence):
-    """A request from its message to its last word.  `ModelRunner.prepare` fills in the second part."""
+    """A request from its message to its last answer.  `ModelRunner.prepare` fills in the second part."""
 
     message: wire.Generate
     stop_ids: frozenset[int]

@@ -1,4 +1,4 @@
-"""Who runs in the next step: a pure state machine over token counts, without torch.
+"""Which sequences run in the next step: a pure state machine over token counts, without torch.
 
 KV memory is counted in tokens, and only here.  A sequence is admitted with room for its prompt and HEADROOM_TOKENS of
 its answer, and grows later.  If no memory is left, the youngest is preempted: it gives its KV memory back, waits in

@@ -18,14 +18,14 @@ from epdd.wire import Binding, WorkerSpec
 
 NODES = Path("/sys/devices/system/node")
 # MPOL_BIND, not MPOL_PREFERRED: weights, cache and arena slice are touched before Ready, so a NUMA node that
-# is too small shows at start, where PREFERRED would spill to remote memory and serve slowly without a word.
+# is too small shows at start; PREFERRED would use remote memory and serve slowly without a warning.
 _MPOL_BIND = 2
 _WORD = 64
 _MASK_BITS = 1024           # MAX_NUMNODES of distribution kernels
 _Mask = ctypes.c_ulong * (_MASK_BITS // _WORD)
 _MAXNODE = ctypes.c_ulong(_MASK_BITS + 1)       # the kernel counts one less than it is told
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-# Who denies what: a container's filter refuses set_mempolicy unless the container has this capability.
+# A container's filter refuses set_mempolicy unless the container has this capability.
 _MEMORY_HINT = "set_mempolicy may need CAP_SYS_NICE"
 _CPUS_HINT = "a system call filter may deny sched_setaffinity (systemd: @resources)"
 
@@ -57,11 +57,11 @@ def _bind_cpus(cpus: Collection[int]) -> str:
 def _bind_memory(node: int) -> str:
     allowed = binding.allowed_nodes()
     if allowed == {node}:
-        return ""           # the only memory there is: nothing to ask for, and so nothing to be denied
+        return ""           # the only memory there is: nothing to ask for
     # libnuma kills the process when the node is absent, so ask /sys first.
     if not (NODES / f"node{node}").is_dir():
         return f"memory not bound: there is no NUMA node {node}"
-    # A policy that was inherited is the operator's word, like a cpuset: the kernel would let us leave it.
+    # An inherited policy is the operator's decision, like a cpuset, though the kernel would let us leave it.
     if allowed and node not in allowed:
         return f"memory not bound: NUMA node {node} is outside the allowed nodes {ranges(allowed)}"
     denied = _set_policy(node)
@@ -71,7 +71,7 @@ def _bind_memory(node: int) -> str:
 
 
 def _set_policy(node: int) -> str:
-    """Why it was denied, as far as it is told."""
+    """Why it was denied; empty: it was not, or the reason is not known."""
     try:
         from numa import memory
     except (ImportError, AttributeError, OSError):      # AttributeError: the package without libnuma itself

@@ -1,7 +1,6 @@
-"""The working loop of every worker: drain the socket, do one step, reply, beat.
+"""The working loop of every worker: drain the socket, do one step, reply, send heartbeats.
 
-Knows frames and roles, no models.  The beat comes from this loop itself, so that a worker that is stuck
-falls silent.
+Knows frames and roles, no models.  Heartbeats come from this loop itself, so a stuck worker sends none.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ log = logging.getLogger(__name__)
 Send = Callable[[wire.FromWorker], None]
 
 READ_BYTES = 1 << 18
-# A daemon that reads nothing for this long a backlog is not served further until it does.
+# With more unread answers than this the worker does no further step until the daemon reads.
 OUT_BYTES_MAX = 8 << 20
 INTERNAL = "the worker failed on this request"
-NO_MEMORY = "can't allocate memory"     # torch on CPUs has only these words for it
+NO_MEMORY = "can't allocate memory"     # torch's message on CPUs, where it has no class for it
 
 
 class Role(Protocol):
@@ -66,7 +65,7 @@ class DaemonConnection:
         self._out += wire.pack(message)
 
     def flush(self) -> None:
-        """Hand to the kernel what it takes now."""
+        """Give the kernel what it takes now."""
         while self._out:
             try:
                 sent = self._socket.send(self._out)
@@ -75,7 +74,7 @@ class DaemonConnection:
             del self._out[:sent]
 
     def drain(self, timeout_s: float) -> None:
-        """Send everything, waiting at most so long: for the last words before an exit."""
+        """Send everything, waiting at most `timeout_s`: for the last message before an exit."""
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(self._out)
@@ -132,9 +131,9 @@ def run(connection: DaemonConnection, role: Role, heartbeat_s: float) -> None:
 
 
 def failed(work_id: str, error: Exception) -> wire.Failed:
-    """How an item's failure is told: our own errors in their words, others in a fixed text and in the log.
+    """The answer for a failed item: our own errors with their message, others with a fixed text, and a log line.
 
-    Raises what ends the worker.
+    Raises ProtocolError and DeviceError again: they end the worker.
     """
     if isinstance(error, (ProtocolError, DeviceError)):
         raise error

@@ -1,4 +1,4 @@
-"""Brings a worker's half of the checkpoint into memory while it loads, and tells how much of it is there.
+"""Reads a worker's half of the checkpoint into memory while it loads, and reports how much of it is there.
 
 A mapped file is read where it is touched, a little at a time: measured at a tenth of the disk's speed, which reading
 ahead in large pieces reaches.  Nothing is copied or held: the pages are the kernel's cache, which all workers of the
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 READERS = 4                     # places that are read at once; disks over a network want several
 PIECE_BYTES = 8 << 20           # that a reader takes at a time
 TOLD_EVERY_S = 0.25
-GAP_BYTES = 1 << 20             # so much of other tensors between two wanted ones is read along
+GAP_BYTES = 1 << 20             # between two wanted tensors: a smaller gap is read too
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class FileRange:
 
 @contextmanager
 def read_ahead(folder: str, role: str, told: Callable[[float], None]) -> Iterator[None]:
-    """Read ahead in other threads for as long as the body runs, or until all is read.
+    """Read ahead in other threads until the body ends or all is read.
 
-    `told` hears of the share that is in memory, 0 to 1, from one of these threads, and never after the end.  A
-    checkpoint that cannot be read is the loader's to refuse: here nothing is told.
+    `told` is called with the share that is in memory, 0 to 1, from one of these threads, never after the end.  If a
+    checkpoint cannot be read, it is never called: the loader reports the fault.
     """
     reading = _ReadAhead(folder, role)
     ended = threading.Event()
@@ -63,7 +63,7 @@ def read_ahead(folder: str, role: str, told: Callable[[float], None]) -> Iterato
 
 
 class _ReadAhead:
-    """Pieces that its threads share out among themselves."""
+    """Pieces, each for the next free thread."""
 
     def __init__(self, folder: str, role: str) -> None:
         self.done = self.total = 0      # bytes
@@ -95,7 +95,7 @@ class _ReadAhead:
                 piece = self._pieces.pop()
             with open(piece.path, "rb", buffering=0) as file:
                 at = piece.start
-                # To where nothing is written no byte is copied either: the call waits for the pages, and that is all.
+                # Into the null device sendfile copies no byte: it only waits for the pages.
                 while at < piece.end and (sent := os.sendfile(null, file.fileno(), at, piece.end - at)):
                     at += sent
             with self._lock:

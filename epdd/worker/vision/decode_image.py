@@ -21,7 +21,7 @@ from epdd.errors import MediaError
 
 Pixels = NDArray[np.uint8]      # [height, width, 3]
 
-# Clients' files must not fill the log; what is wrong with them is said by the error.
+# Clients' files must not fill the log; the error says what is wrong with them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 JPEG_TABLES_MAX = 16            # segments of them: Pillow reads each table in Python
@@ -53,7 +53,7 @@ def decode(data: bytes, size: tuple[int, int], orientation: int = 1) -> Pixels:
         pixels = _fast_jpeg(data, size) if form == "JPEG" else None
         if pixels is None:
             pixels = _by_pillow(_BARE.get(form, bytes)(data), form, size)
-    except (MediaError, MemoryError):   # too little memory is ours to answer for: its pixels were counted long before
+    except (MediaError, MemoryError):   # if memory runs out, the fault is ours: the pixels were counted before
         raise
     except Exception:  # a decoder may raise anything at all on hostile bytes
         raise MediaError("the image's pixels cannot be decoded", code="image_parse_error") from None
@@ -111,7 +111,7 @@ def _bare_jpeg(data: bytes) -> bytes:
         tables += marker == 0xDB
         if tables > JPEG_TABLES_MAX:
             raise ValueError
-        # JFIF's and Adobe's segments say which colours there are.
+        # JFIF's and Adobe's segments name the colours.
         if marker in (0xE0, 0xEE) or marker != 0xFE and not 0xE0 <= marker <= 0xEF:
             kept.append(data[at:at + 2 + length])
         at += 2 + length
@@ -152,7 +152,7 @@ def _by_pillow(data: bytes, form: str, size: tuple[int, int]) -> Pixels:
 
 @contextmanager
 def _pixels_max(count: int) -> Iterator[None]:
-    """Within, Pillow refuses what it sees to be over twice as many: it makes some pixels before it tells the size.
+    """Inside, Pillow refuses images of over twice as many: it makes some pixels before it reports the size.
 
     The limit is the process's: there is one thread that decodes.
     """

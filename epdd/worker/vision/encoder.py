@@ -1,6 +1,6 @@
 """The encoder role: image files in, embeddings written into leases.
 
-Holds only vision weights.  How they are computed with is a matter of `tower` and `backends`.
+Has only vision weights; `tower` and `backends` compute.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from epdd.worker.weights import load
 BATCH_PATCHES_MAX = 1024
 WARM_UP_S = 8.0                 # a size is not timed if it would likely end after this
 WARM_UP_PATCHES = (16, 64, 256, 1024, 4096)
-# After a larger image than this the C library gives freed memory back to the system: it would keep the largest that
-# each thread ever had.  Setting its thresholds instead would slow torch's own allocations down.
+# After a larger image than this the C library returns freed memory to the system.  Otherwise it keeps the largest
+# buffer of each thread.  Setting its thresholds instead would slow torch's own allocations down.
 TRIM_PIXELS_MIN = 4_000_000
-LIBC = ctypes.CDLL(None)        # its calls let go of the interpreter lock
+LIBC = ctypes.CDLL(None)        # its calls release the interpreter lock
 CHOICE_SHARE = 0.4              # of the warm-up's progress: choosing the backend
 
 
 @dataclass(frozen=True)
 class ImageTask:
-    """One image with its reply's address, being decoded and cut into patches by the helper thread."""
+    """One image, which the helper thread decodes and cuts into patches."""
 
     message: wire.Encode
     patches: Future[Any]
@@ -58,11 +58,11 @@ class Encoder:
         if arena is None:
             raise WorkerFailed("an encoder needs the arena")
         self._arena, self._send, self._spec = arena, send, spec
-        self._family = families.load(spec.model)
-        self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._family)
+        self._info = families.load(spec.model)
+        self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._info)
         self._run: backends.Run = self.tower
         self._waiting: deque[ImageTask] = deque()
-        # The next image is prepared while this one is encoded; the decoders let go of the interpreter lock.
+        # The next image is prepared while this one is encoded; the decoders release the interpreter lock.
         self._helper = ThreadPoolExecutor(1, initializer=name_thread, initargs=("preprocess",))
         self._steps = 0
 
@@ -78,7 +78,7 @@ class Encoder:
         self._waiting.append(ImageTask(message, self._helper.submit(self._decode, raw, message)))
 
     def cancel(self, work_id: str) -> None:
-        """Drop an image that waits; one that is done has been answered already."""
+        """Drop a waiting image; one that is done has been answered already."""
         for job in self._waiting:
             if job.message.id == work_id:
                 job.patches.cancel()
@@ -119,7 +119,7 @@ class Encoder:
         chosen = self._choose(lambda done: progress(CHOICE_SHARE * done))
         self._run = chosen.run
         samples: list[tuple[int, float]] = []
-        factor, patches_max = self._family.merge, self._family.rows_max * self._family.merge ** 2
+        factor, patches_max = self._info.merge, self._info.rows_max * self._info.merge ** 2
         begin = time.monotonic()
         for i, wanted in enumerate(WARM_UP_PATCHES):
             side = max(1, math.isqrt(min(wanted, patches_max)) // factor) * factor
@@ -155,11 +155,11 @@ class Encoder:
 
     def _prepare(self, pixels: decode_image.Pixels, grid: Grid) -> Any:
         """The same of its pixels."""
-        return preprocess.patches(pixels, self._family, grid)
+        return preprocess.patches(pixels, self._info, grid)
 
     def _blank(self, side: int) -> Any:
         """The same of a black image of `side` patches a side."""
-        return np.zeros((side * side, 3 * self._family.patch ** 2), np.uint8)
+        return np.zeros((side * side, 3 * self._info.patch ** 2), np.uint8)
 
     def _wait(self) -> None:
         """Until all that was begun is done: at once on a CPU."""
@@ -176,16 +176,16 @@ class Encoder:
         return choice.choose(self.tower, ways, remembered.Memory(remembered.folder(), facts), progress)
 
     def _check(self, message: wire.Encode) -> None:
-        rows = self._family.rows(message.grid)
+        rows = self._info.rows(message.grid)
         if rows != message.rows:
             raise WorkerFailed(f"grid {message.grid} makes {rows} rows, not {message.rows}")
         self._check_lease(message.lease)
-        need = self._family.embedding_bytes(rows, load.dtype_name(self.dtype))
+        need = self._info.embedding_bytes(rows, load.dtype_name(self.dtype))
         if need > message.lease.size:
             raise WorkerFailed(f"a lease of {message.lease.size} bytes does not hold {need}")
 
     def _check_lease(self, lease: wire.Lease) -> None:
-        """Raises WorkerFailed where it lies outside."""
+        """Raises WorkerFailed if it lies outside."""
         self._arena.view(lease)
 
     def _encode(self, batch: list[tuple[ImageTask, Any]], start: float) -> None:
@@ -200,7 +200,7 @@ class Encoder:
         self._send(failed(message.id, problem))
 
     def _attempt(self, batch: list[tuple[ImageTask, Any]], start: float) -> Exception | None:
-        """Encode a batch and answer, or none of it, and what was wrong."""
+        """Encode a batch and answer its images, or answer none and return the error."""
         messages = [job.message for job, _ in batch]
         try:
             planes = self.embed([image for _, image in batch], [message.grid for message in messages])
@@ -211,7 +211,7 @@ class Encoder:
             self._wait()
         except Exception as error:
             return error
-        # Each image is told its share of the step: the daemon's time models are per image.
+        # Each answer has its image's share of the seconds: the daemon's time models are per image.
         per_patch = (time.monotonic() - start) / sum(math.prod(message.grid) for message in messages)
         for message, size in zip(messages, written):
             self._steps += 1
@@ -230,8 +230,8 @@ class Encoder:
         return int(target.nbytes)
 
     def _shape(self, message: wire.Encode, planes: backends.Planes) -> tuple[int, int, int]:
-        """[planes, rows, hidden].  Raises WorkerFailed where the tower made something else."""
-        shape = (self._family.planes, message.rows, self._family.hidden)
+        """[planes, rows, hidden].  Raises WorkerFailed if the tower made something else."""
+        shape = (self._info.planes, message.rows, self._info.hidden)
         if len(planes) != shape[0] or any(plane.shape != shape[1:] for plane in planes):
             raise WorkerFailed(f"the tower made {[tuple(plane.shape) for plane in planes]}, not {message.rows} rows")
         return shape

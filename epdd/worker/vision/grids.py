@@ -1,4 +1,4 @@
-"""What a vision tower needs to know of its images' grids: positions, rotary tables, who attends to whom.
+"""What a vision tower needs to know of its images' grids: positions, rotary tables, which rows attend to which.
 
 transformers computes all this in each forward, with loops over images and, on a GPU, waits; here once a grid.
 """

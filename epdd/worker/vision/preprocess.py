@@ -15,10 +15,10 @@ from epdd.families import ModelInfo
 from epdd.worker.vision.decode_image import Pixels
 
 
-def patches(pixels: Pixels, family: ModelInfo, grid: tuple[int, int, int]) -> NDArray[np.uint8]:
+def patches(pixels: Pixels, info: ModelInfo, grid: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Upright pixels [height, width, 3] as [patches, 3 * patch * patch] bytes on the daemon's grid."""
     _, rows, columns = grid
-    return cut(resize(pixels, rows * family.patch, columns * family.patch), family)
+    return cut(resize(pixels, rows * info.patch, columns * info.patch), info)
 
 
 def resize(pixels: Pixels, height: int, width: int) -> Pixels:
@@ -28,10 +28,10 @@ def resize(pixels: Pixels, height: int, width: int) -> Pixels:
     return np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def cut(pixels: Pixels, family: ModelInfo) -> NDArray[np.uint8]:
+def cut(pixels: Pixels, info: ModelInfo) -> NDArray[np.uint8]:
     """[height, width, 3] into [patches, 3 * patch * patch], merge x merge neighbours one after another."""
     height, width, channels = pixels.shape
-    patch, merge = family.patch, family.merge
+    patch, merge = info.patch, info.merge
     side = patch * merge
     blocks = pixels.reshape(height // side, merge, patch, width // side, merge, patch, channels)
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * patch * patch)

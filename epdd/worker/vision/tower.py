@@ -1,8 +1,8 @@
-"""A vision tower with the parts exchanged that cost more than they must, whoever computes its products.
+"""A vision tower with its slow parts replaced, for any backend.
 
 transformers' tower runs as loaded but for three things: the patch convolution is one product on bytes, attention goes
-image by image without masks or copies, and what follows from the grid alone is computed once a grid.  How the products
-are computed is a matter of `backends`.
+image by image without masks or copies, and what follows from the grid alone is computed once a grid.  `backends`
+compute the products.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FoldedPatchEmbed(nn.Module):  # type: ignore[misc]
 
 
 class GivenRotary(nn.Module):  # type: ignore[misc]
-    """Stands where the rotary embedding was: its tables come with the grid."""
+    """Replaces the rotary embedding: its tables come with the grid."""
 
     def forward(self, rows: torch.Tensor, position_ids: tuple[torch.Tensor, torch.Tensor]) -> Any:
         """(cos, sin), each [n, head_dim]: what `Tables` passes in the place of position ids."""
@@ -98,9 +98,9 @@ def rotate(joint: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class Tower:
     """Patches and grids in, planes out: embeddings, then deepstack features, each [rows, hidden]."""
 
-    def __init__(self, load: Callable[[], Any], family: ModelInfo) -> None:
+    def __init__(self, load: Callable[[], Any], info: ModelInfo) -> None:
         """`load` gives the module as transformers loads it, each time anew."""
-        self.family = family
+        self.info = info
         self._load = load
         self.reload()
 
@@ -113,7 +113,7 @@ class Tower:
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
         self.parameters: int = sum(p.numel() for p in module.parameters())
-        module.patch_embed = FoldedPatchEmbed(module.patch_embed.proj, self.family.mean, self.family.std)
+        module.patch_embed = FoldedPatchEmbed(module.patch_embed.proj, self.info.mean, self.info.std)
         for block in module.blocks:
             block.attn = ImageAttention(block.attn)
         self._tables = tables(module)

@@ -1,6 +1,6 @@
 """Loads one half of a checkpoint: the vision tower or the language model.
 
-Goes through transformers' own from_pretrained (renamed keys, tied weights and shards are its matter) with
+Uses transformers' own from_pretrained (for renamed keys, tied weights and shards) with
 a subclass that drops the other half while the model is still on the meta device, so that only the wanted
 half is ever read.  Weights whose type is kept stay file pages, shared by all workers that map them.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Dropped(nn.Module):  # type: ignore[misc]
-    """Stands where the half was that this process does not hold."""
+    """Replaces the half that this process does not need."""
 
 
 def load_vision(folder: str, dtype: str, device: str) -> Any:
@@ -80,10 +80,10 @@ def _cpu_has_fast_bfloat16() -> bool:
 
 
 def abilities(device: str) -> tuple[str, ...]:
-    """What torch itself says it computes with on `device`; /proc/cpuinfo only says what the CPU has."""
+    """The instructions that torch uses on `device`; /proc/cpuinfo only has those of the CPU."""
     if device != "cpu":
         return (cuda.card(device),)
-    # Two of these have private names: one that is gone says nothing, and harms nothing.
+    # Two of these have private names: if one is gone, its ability is not reported.
     asked = (("bfloat16", getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)),
              ("AMX", getattr(torch.cpu, "_is_amx_tile_supported", None)))
     return (str(torch.backends.cpu.get_cpu_capability()), *(name for name, has in asked if has is not None and has()))

@@ -31,9 +31,9 @@ def test_packed_images_equal_the_untouched_tower_each_alone(checkpoint: Callable
     made = loaded(checkpoint(family))
     images = [checkpoints.picture(*size, seed=i) for i, size in enumerate(SIZES)]
     for _ in range(2):      # the second time with the tables of the first
-        found = made(torch.cat([patches(image, made.family) for image in images]),
-                     [made.family.grid(*image.size) for image in images])
-        wanted = torch.cat([pd.embed(made.family.folder, image)[0] for image in images], 1)
+        found = made(torch.cat([patches(image, made.info) for image in images]),
+                     [made.info.grid(*image.size) for image in images])
+        wanted = torch.cat([pd.embed(made.info.folder, image)[0] for image in images], 1)
         assert relative_error(found, list(wanted)) < 1e-5
 
 
@@ -68,7 +68,7 @@ def test_tables_of_the_latest_batches_are_kept(checkpoint: Callable[..., str],
 def test_a_sample_is_one_block_and_leaves_the_tower_alone(checkpoint: Callable[..., str]) -> None:
     made = loaded(checkpoint("qwen3_vl"))
     image = checkpoints.picture(100, 60)
-    batch = patches(image, made.family), [made.family.grid(*image.size)]
+    batch = patches(image, made.info), [made.info.grid(*image.size)]
     before = made(*batch)
     sample = made.sample()
     assert len(sample.module.blocks) == 1 and len(made.module.blocks) == 4
@@ -81,7 +81,7 @@ def test_a_sample_is_one_block_and_leaves_the_tower_alone(checkpoint: Callable[.
 def test_reloading_undoes_what_was_changed(checkpoint: Callable[..., str]) -> None:
     made = loaded(checkpoint("qwen2_5_vl"))
     image = checkpoints.picture(100, 60)
-    batch = patches(image, made.family), [made.family.grid(*image.size)]
+    batch = patches(image, made.info), [made.info.grid(*image.size)]
     before = made(*batch)
     made.module.blocks = made.module.blocks[:1]
     assert relative_error(made(*batch), before) > 0.1

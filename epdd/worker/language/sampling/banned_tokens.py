@@ -1,4 +1,4 @@
-"""Tokens that one answer must not hold: those outside allowed_token_ids, and those that would complete a bad word."""
+"""Tokens that one answer must not have: those outside allowed_token_ids, and those that would complete a bad word."""
 
 from __future__ import annotations
 

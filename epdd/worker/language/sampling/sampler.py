@@ -17,7 +17,7 @@ from epdd.worker.language.sampling.structured_output import AfterThinking, Gramm
 GREEDY_BELOW = 1e-5         # a temperature below this would overflow the division
 BAN_BIAS = -100.0           # the OpenAI API promises a ban at this value, whatever the model's logits are
 LOGPROB_MIN = -9999.0       # JSON has no -inf
-SHORT_LIST = 1024           # top_p is nearly always reached within so many tokens; sorting all is 20 times slower
+SHORT_LIST = 1024           # tokens among which top_p is nearly always reached; sorting all is 20 times slower
 
 
 class Sampler:
@@ -55,7 +55,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """The grammar allows nothing more, whatever min_tokens says."""
+        """Whether the grammar allows nothing more; min_tokens does not matter then."""
         return self._grammar is not None and self._grammar.complete
 
     def choose(self, logits: torch.Tensor) -> int:

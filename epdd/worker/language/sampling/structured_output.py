@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._eos_ids = tuple(token for token in eos_ids if token < vocab)
 
     def compile(self, sampling: Sampling) -> GrammarMask | AfterThinking:
-        """For a request's grammar; with ignore_eos it goes on as long as the grammar lets it.
+        """For a request's grammar; with ignore_eos it goes on until the grammar allows nothing else.
 
         Raises BadRequest on a bad grammar.
         """

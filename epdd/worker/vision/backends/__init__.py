@@ -1,4 +1,4 @@
-"""Who computes an encoder's products: some ways to run a `Tower`, of which `choice` takes the fastest right one."""
+"""An encoder's backends: ways to compute a `Tower`'s products.  `choice` takes the fastest correct one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[[torch.Tensor, list[Grid]], Planes]          # as Tower.__call__
 
 
 class Backend(Protocol):
-    """One way.  Measured on a sample of the tower, then used for the whole."""
+    """Measured on a sample of the tower, then used for the whole."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class Backend(Protocol):
         """What this machine or tower lacks for it; empty: nothing."""
 
     def prepare(self, tower: Tower) -> Run:
-        """The tower made ready, changed in place or wrapped.  Whatever it raises means: not this one."""
+        """The tower made ready, changed in place or wrapped.  If it raises, the backend is not used."""
 
     def refusal(self, found: Planes, wanted: Planes) -> str:
         """Why planes are too far off those of the tower as loaded; empty: they are not."""

@@ -1,6 +1,6 @@
 """Chooses an encoder's backend: the fastest whose planes are right, by a short measurement at warm-up.
 
-Measured on one block of the tower, so that it costs little time and memory; what wins is then held against the whole
+Measured on one block of the tower, so that it costs little time and memory; the fastest is then compared with the whole
 tower as loaded.  The outcome is remembered, so that a worker that starts again measures nothing.
 """
 
@@ -23,15 +23,15 @@ from epdd.worker.vision.tower import Tower
 log = logging.getLogger(__name__)
 
 SAMPLE_PATCHES = 784        # 448 x 448: products are as large as they need be for their full rate
-PROBE_PATCHES = 64          # held against the whole tower: enough rows to show an error, seconds even on one slow core
+PROBE_PATCHES = 64          # compared with the whole tower: enough rows to show an error, seconds even on one slow core
 ROUNDS_MAX = 5
-MEASURE_S = 3.0             # after so long no further round begins
-SLOW = 10.0                 # so many times torch's time at first sight: measuring it would take too long
+MEASURE_S = 3.0             # no further round begins after this
+SLOW = 10.0                 # times torch's time in the first run: measuring it would take too long
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend in use, and how all of them did."""
+    """The backend in use, and the trial of each."""
 
     name: str
     run: Run
@@ -39,7 +39,7 @@ class BackendChoice:
 
 
 def candidates(device: torch.device, quantize: str) -> list[Backend]:
-    """What may be measured for a device, plain torch first: the others are held against it."""
+    """What may be measured for a device, plain torch first: the others are compared with it."""
     if device.type != "cpu":
         return [cpu.Plain(), cuda.Flash(), cuda.VarlenAttention()]
     return [cpu.Plain(), cpu.Prepacked(), amx.Amx(), cpu.Ipex(), *([cpu.Int8()] if quantize == "int8" else [])]
@@ -47,7 +47,7 @@ def candidates(device: torch.device, quantize: str) -> list[Backend]:
 
 def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,
            progress: Callable[[float], None]) -> BackendChoice:
-    """The fastest right one, prepared; `tower` is changed.  `progress` is told 0..1."""
+    """The fastest correct backend, prepared; `tower` is changed.  `progress` gets 0..1."""
     known = memory.read()
     backend = next((b for b in backends if known is not None and b.name == known.backend), None)
     if known is not None and backend is not None:
@@ -72,7 +72,7 @@ def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float], None]) -> list[wire.Trial]:
-    """How each does on one block: the least of its times, since others on the machine only add to them."""
+    """Each backend on one block: its least time, since other load on the machine only adds to it."""
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
     small, large = probe(tower, PROBE_PATCHES), probe(tower, SAMPLE_PATCHES)
@@ -96,7 +96,7 @@ def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float
                 notes[backend.name] = backend.refusal(found, first[0])
         except Exception as error:
             if first is None:
-                raise       # what torch itself cannot compute, nobody can
+                raise       # what torch itself cannot compute, no backend can
             notes[backend.name] = _first_line(error)
         if not notes[backend.name]:
             runs[backend.name] = run
@@ -105,20 +105,20 @@ def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float
 
 
 def probe(tower: Tower, patches: int) -> tuple[torch.Tensor, list[Grid]]:
-    """A square image of about so many patches: smooth shapes under noise, the same each time."""
-    family = tower.family
-    wanted = min(patches, family.rows_max * family.merge ** 2)
-    side = max(1, math.isqrt(wanted) // family.merge) * family.merge
+    """A square image of about `patches` patches: smooth shapes under noise, the same each time."""
+    info = tower.info
+    wanted = min(patches, info.rows_max * info.merge ** 2)
+    side = max(1, math.isqrt(wanted) // info.merge) * info.merge
     rng = np.random.default_rng(0)
     shapes = rng.integers(0, 256, (side * side, 3, 1), np.uint8)
-    noise = rng.integers(-16, 17, (side * side, 3, family.patch ** 2))
+    noise = rng.integers(-16, 17, (side * side, 3, info.patch ** 2))
     data = (shapes + noise).clip(0, 255).astype(np.uint8).reshape(side * side, -1)
     return torch.from_numpy(data).to(tower.device), [(1, side, side)]
 
 
 def _race(runs: dict[str, Run], large: tuple[torch.Tensor, list[Grid]],
           progress: Callable[[float], None]) -> dict[str, float]:
-    """The least time of each.  They take turns, so that what else the machine does meets all."""
+    """The least time of each.  They take turns, so that other load on the machine meets all."""
     seconds = dict.fromkeys(runs, math.inf)
     begin = time.perf_counter()
     for i in range(ROUNDS_MAX):

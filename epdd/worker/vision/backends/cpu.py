@@ -25,7 +25,7 @@ GELU_TANH, SILU = type(ACT2FN["gelu_pytorch_tanh"]), type(ACT2FN["silu"])
 
 
 class Plain:
-    """torch's own products on the weights as loaded: what the others are measured by."""
+    """torch's own products on the weights as loaded: the reference for the others."""
 
     name = "torch"
 
@@ -61,7 +61,7 @@ class Prepacked(Plain):
 class Int8(Prepacked):
     """Products in int8, rows quantised as they come; the patch embedding, whose rows are the pixels, as Prepacked.
 
-    Attention is float32's, by AMX where there is any.
+    Attention is float32's, by AMX if the CPU has it.
     """
 
     name = "int8"
@@ -84,7 +84,7 @@ class Int8(Prepacked):
 
 
 class Ipex(Plain):
-    """intel-extension-for-pytorch, where it is installed beside the torch it was built for."""
+    """intel-extension-for-pytorch, if it is installed with the torch it was built for."""
 
     name = "ipex"
     _package = "intel_extension_for_pytorch"
@@ -94,7 +94,7 @@ class Ipex(Plain):
             version = metadata.version(self._package)
         except metadata.PackageNotFoundError:
             return "not installed"
-        # Its import beside another torch ends in an error, and would end the process if that error were not a bug.
+        # Its import with another torch ends in an error, and would end the process if that error were not a bug.
         if version.split(".")[:2] != torch.__version__.split(".")[:2]:
             return f"version {version} does not fit torch {torch.__version__}"
         return "" if tower.device.type == "cpu" else "for CPUs only"
@@ -106,7 +106,7 @@ class Ipex(Plain):
 
 
 class Int8Linear(nn.Module):  # type: ignore[misc]
-    """Stands where an nn.Linear was: int8 weights with a scale a column, int8 rows with a scale each.
+    """Replaces an nn.Linear: int8 weights with a scale a column, int8 rows with a scale each.
 
     A scale a row, where torch's own dynamic quantisation has one for all rows, halves the error, and rows that stand
     out, which vision towers have, harm no others.
@@ -135,7 +135,7 @@ class PackedActivation(nn.Module):  # type: ignore[misc]
     """A prepacked product with an activation at its end, computed while the result is in the cache."""
 
     def __init__(self, packed: onednn.PackedLinear, name: str, algorithm: str = "") -> None:
-        """`name` and `algorithm` are torch's words for it."""
+        """`name` and `algorithm` are torch's names for it."""
         super().__init__()
         self._weight, self._bias = packed._packed, packed.bias
         self._name, self._algorithm = name, algorithm

@@ -4,7 +4,7 @@ A memfd, so nothing is left behind after kill -9.  The daemon creates it and nev
 maps the whole and touches its own slice once at start, after binding to its NUMA node, so that the pages
 lie spread over the nodes.  Then each enters the others' pages into its own page table, too, so that no page
 fault is left for serving.  Who may use which bytes is decided in the daemon alone, by
-`dispatch/encoder_cache/leases.py`.
+`dispatch/encoder_cache/cache.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from aiohttp import web
 from epdd import __version__, arena, checkpoint, emulation, families, hub, log, placement, systemd, unix_socket
 from epdd.checkpoint import Look
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Pipeline
@@ -171,17 +171,17 @@ class Daemon:
         name = settings.model.name or own
         label = None if emulated is None else emulated.label()
         cache = settings.arena.cache_bytes
-        self._leases = Leases(arena_bytes, arena_bytes if cache < 0 else cache)
+        self._cache = EncoderCache(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes, reserved_pages), settings.fleet,
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
         self._seating = PlacementWatcher(self._supervisor, plan)
-        self._admission = Admission(settings.server.max_requests, self._supervisor, self._leases, family)
+        self._admission = Admission(settings.server.max_requests, self._supervisor, self._cache, family)
         self._history = History()
-        self._encoding = Encoding(self._supervisor, self._leases, settings, family, self._history)
-        self._pipeline = Pipeline(self._supervisor, self._leases, self._encoding, self._admission, self._history)
+        self._encoding = Encoding(self._supervisor, self._cache, settings, family, self._history)
+        self._pipeline = Pipeline(self._supervisor, self._cache, self._encoding, self._admission, self._history)
         self._keys = Keys(settings.server)
         stats = self._stats = RequestStats(request_log=_request_log(settings.log))
-        self._status = Status(settings, family, name, self._supervisor, self._seating, self._leases,
+        self._status = Status(settings, family, name, self._supervisor, self._seating, self._cache,
                               self._encoding, self._admission, stats, label)
         self._context = Context(
             config=settings, family=family, prompts=found.prompts, model_name=name, created=int(time.time()),

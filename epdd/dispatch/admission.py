@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.request import Request
 from epdd.errors import BadRequest, ContextLength, NoWorker, Overloaded
 from epdd.families import ModelInfo
@@ -15,10 +15,10 @@ from epdd.fleet.supervisor import Supervisor
 class Admission:
     """Counts the requests in the house; knows the limits of the living workers."""
 
-    def __init__(self, max_requests: int, supervisor: Supervisor, leases: Leases, family: ModelInfo) -> None:
+    def __init__(self, max_requests: int, supervisor: Supervisor, cache: EncoderCache, family: ModelInfo) -> None:
         self._max_requests = max_requests
         self._supervisor = supervisor
-        self._leases = leases
+        self._cache = cache
         self._family = family
         self._max_model_len = 0
         self.inside = 0
@@ -61,9 +61,9 @@ class Admission:
             raise ContextLength(f"This model's maximum context length is {limit} tokens. However, you requested "
                                 f"{total} tokens ({len(request.tokens)} in the messages, "
                                 f"{request.sampling.max_tokens} in the completion).", param="messages")
-        needed = self._leases.needed(request.images, self.embedding_sizes(request))
-        if needed > self._leases.size:
-            raise BadRequest(f"the images need {needed} bytes of shared memory; the server has {self._leases.size}",
+        needed = self._cache.needed(request.images, self.embedding_sizes(request))
+        if needed > self._cache.size:
+            raise BadRequest(f"the images need {needed} bytes of shared memory; the server has {self._cache.size}",
                              code="image_too_large", param="messages")
 
     def embedding_sizes(self, request: Request) -> list[int]:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from itertools import count
 
-from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
+from epdd.dispatch.encoder_cache.cache import HOST, EncoderCache, EncoderCacheEntry
 from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
 from epdd.dispatch.history import History
 from epdd.dispatch.poison import Poison
@@ -22,7 +22,7 @@ from epdd.fleet.channel import Work, WorkEvent
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import DecayRate, Worker
 from epdd.settings.config import Config, RouterSettings as RouterConfig
-from epdd.wire import Cancelled, Encode, Encoded, Failed, Lease, Ready
+from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +44,18 @@ class ImageJob(Job):
 class Encoding:
     """The encode stage.  Everything happens in the event loop, between two awaits."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, config: Config, family: ModelInfo,
+    def __init__(self, supervisor: Supervisor, cache: EncoderCache, config: Config, family: ModelInfo,
                  history: History) -> None:
         # A typical image, until some have come: half of the largest size.
         typical = max(1, family.rows_max * family.merge ** 2 // 2)
         self.settings = router = config.router      # in force: a file's, or an operator's of the moment
         self.router = Router(router.policy, router.unit, router.ratio, router.slack, config.encoder.ahead_s, typical)
         self._supervisor = supervisor
-        self._leases = leases
+        self._cache = cache
         self._family = family
         self._history = history
         self.poison = Poison(config.fleet.poison_s)
-        self.transport = EmbeddingTransport(supervisor, leases)
+        self.transport = EmbeddingTransport(supervisor, cache)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[EncoderCacheEntry, ImageJob] = {}
@@ -117,30 +117,22 @@ class Encoding:
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
         predicted_s = self.model(worker).predict(image.patches)
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
-        target = self._target(embedding, worker)
+        target = self._cache.begin_encoding(embedding, *self._place(embedding, worker))
         message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows, image.stored, image.orientation)
-        self._leases.hold(embedding)
         try:
             job.work = worker.start(message, image.data, image.patches, predicted_s,
                                     lambda event: self._ended(job, worker, event))
         except WorkerLost as error:
-            self._let_go(embedding, target)
+            self._cache.end_encoding(embedding, target)
             self._ended(job, worker, error)
             return
-        job.work.on_end(lambda: self._let_go(embedding, target))
+        job.work.on_end(lambda: self._cache.end_encoding(embedding, target))
 
-    def _target(self, embedding: EncoderCacheEntry, worker: Worker) -> Lease:
-        """Where the encoder shall write."""
-        place = None
-        if worker.ready is not None and worker.ready.pool is not None:
-            size = self._family.embedding_bytes(embedding.image.rows, worker.ready.dtype)
-            place = self.transport.place(embedding, worker, size)
-        return place or embedding.lease
-
-    def _let_go(self, embedding: EncoderCacheEntry, target: Lease) -> None:
-        """The encoder that was to write there touches it no more."""
-        self._leases.gpu.leave(embedding, target)
-        self._leases.unhold(embedding)
+    def _place(self, embedding: EncoderCacheEntry, worker: Worker) -> tuple[int, int]:
+        """In which arena the encoder should write, and how many bytes at most."""
+        if worker.ready is None or worker.ready.pool is None:
+            return HOST, embedding.lease.size
+        return self.transport.arena_for(worker), self._family.embedding_bytes(embedding.image.rows, worker.ready.dtype)
 
     def _ended(self, job: ImageJob, worker: Worker, event: WorkEvent) -> None:
         """The worker's last word on an image."""
@@ -160,13 +152,13 @@ class Encoding:
             if error.status >= 500:
                 log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
             # Alone there may be memory enough, or on another device.
-            if isinstance(error, OutOfMemory) and job.attempts < ATTEMPTS_MAX and embedding.refs:
+            if isinstance(error, OutOfMemory) and job.attempts < ATTEMPTS_MAX and embedding.ref_count:
                 self.router.submit_again(job)
             else:
                 self._fail(job, error)
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
-            if embedding.refs:
+            if embedding.ref_count:
                 job.attempts -= 1
                 self.router.submit_again(job)
             else:
@@ -176,7 +168,7 @@ class Encoding:
             self._fail(job, WorkerLost(f"{worker.name} does not end"))
         elif isinstance(event, EpddError):
             job.deaths += isinstance(event, WorkerLost) and event.maybe_over_work
-            if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.refs:
+            if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.ref_count:
                 log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
                 self.router.submit_again(job)
             elif job.deaths == ATTEMPTS_MAX:        # the second time it was alone
@@ -188,13 +180,13 @@ class Encoding:
     def _fail(self, job: Job, error: EpddError) -> None:
         assert isinstance(job, ImageJob)
         del self._jobs[job.embedding]
-        self._leases.failed(job.embedding, error)
+        self._cache.failed(job.embedding, error)
 
     def _encoded(self, job: ImageJob, worker: Worker, event: Encoded) -> None:
         image = job.embedding.image
         if (event.rows != image.rows or event.dtype not in ITEMSIZE
                 or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
-                or event.bytes > (job.embedding.place or job.embedding.lease).size):
+                or event.bytes > (job.embedding.gpu_lease or job.embedding.lease).size):
             worker.failed += 1
             log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
                       event.rows, event.bytes, event.dtype, image.rows)
@@ -204,7 +196,7 @@ class Encoding:
         worker.rate.add(1)
         self._patches.setdefault(worker.name, DecayRate(SHARE_S)).add(image.patches)
         del self._jobs[job.embedding]
-        self._leases.written(job.embedding, event.bytes, event.dtype)
+        self._cache.written(job.embedding, event.bytes, event.dtype)
 
     def share(self, worker: Worker) -> float | None:
         """The encoder's part, 0 to 1, of the patches encoded in about the last minute; None if there were none."""

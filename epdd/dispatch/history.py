@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry
+from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NotFound, WorkerTimeout
 from epdd.fleet.channel import WorkEvent

@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry, EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History, RequestTrace
 from epdd.dispatch.prefix_affinity import PrefixAffinity, chain
@@ -41,10 +41,10 @@ Answer = tuple[int, Prefilled | Tokens | Done]
 class Pipeline:
     """Runs requests; holds nothing between them."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases, encoding: Encoding, admission: Admission,
+    def __init__(self, supervisor: Supervisor, cache: EncoderCache, encoding: Encoding, admission: Admission,
                  history: History) -> None:
         self._supervisor = supervisor
-        self._leases = leases
+        self._cache = cache
         self._encoding = encoding
         self._admission = admission
         self._history = history
@@ -111,13 +111,13 @@ class Pipeline:
         """Let go of each once; those nobody else wants stop being encoded."""
         while embeddings:
             embedding = embeddings.pop()
-            self._leases.release(embedding)
-            if embedding.refs == 0 and not embedding.ready:
+            self._cache.release(embedding)
+            if embedding.ref_count == 0 and not embedding.ready:
                 self._encoding.abandon(embedding)
 
     async def _embed(self, request: Request, trace: RequestTrace) -> list[EncoderCacheEntry]:
         """Every image's embedding, ready; the caller releases them."""
-        embeddings, fresh = await self._leases.acquire(request.images, self._admission.embedding_sizes(request))
+        embeddings, fresh = await self._cache.acquire(request.images, self._admission.embedding_sizes(request))
         trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
@@ -200,7 +200,7 @@ class Pipeline:
     def _start(self, request: Request, work_id: str, index: int, worker: Worker, known: int,
                embeddings: list[EncoderCacheEntry],
                events: _Events) -> tuple[Work, Callable[[], None]]:
-        """Hand one choice to a PD worker; also a call that lets go of the leases it reads, once."""
+        """Hand one choice to a PD worker; also a call that unpins the entries it reads, once."""
         spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
                            embeddings[placed.image].lease, embeddings[placed.image].dtype,
                            embeddings[placed.image].key) for placed in request.spans)
@@ -213,12 +213,12 @@ class Pipeline:
 
         def let_go() -> None:
             while held:
-                self._leases.unhold(held.pop())
+                self._cache.unpin(held.pop())
 
         work = worker.start(Generate(work_id, spans, sampling, request.salt, request.tenant), tokens.tobytes(), cost,
                             worker.warm_up_s, lambda event: events.take(index, event))
         for embedding in held:
-            self._leases.hold(embedding)
+            self._cache.pin(embedding)
         work.on_end(let_go)
         return work, let_go
 

@@ -11,7 +11,7 @@ import msgspec
 
 from epdd import __version__
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.routing.replicas import CPU, GPU
 from epdd.families import ModelInfo
@@ -38,14 +38,14 @@ class Status:
 
     def __init__(self, config: Config, family: ModelInfo, model_name: str, supervisor: Supervisor,
                  seating: PlacementWatcher,
-                 leases: Leases, encoding: Encoding, admission: Admission, stats: RequestStats,
+                 cache: EncoderCache, encoding: Encoding, admission: Admission, stats: RequestStats,
                  emulated: dict[str, Any] | None = None) -> None:
         self._config = config
         self._family = family
         self._model_name = model_name
         self._supervisor = supervisor
         self._seating = seating
-        self._leases = leases
+        self._encoder_cache = cache
         self._encoding = encoding
         self._admission = admission
         self._stats = stats
@@ -167,16 +167,16 @@ class Status:
         }
 
     def _arena(self) -> dict[str, Any]:
-        used, cached = self._leases.used_bytes, self._leases.cached_bytes
+        used, cached = self._encoder_cache.host.used_bytes, self._encoder_cache.host.cached_bytes
         encoders = [worker.ready for worker in self._supervisor.role("encoder") if worker.ready]
-        return {"bytes": self._leases.size, "huge_bytes": sum(ready.arena_huge_bytes for ready in encoders),
+        return {"bytes": self._encoder_cache.size, "huge_bytes": sum(ready.arena_huge_bytes for ready in encoders),
                 "used_bytes": used, "cached_bytes": cached, "pinned_bytes": used - cached,
-                "leases": self._leases.entries, "waiting": self._leases.waiting}
+                "leases": self._encoder_cache.entries, "waiting": self._encoder_cache.waiting}
 
     def _cache(self) -> dict[str, Any]:
-        counts = self._leases.counts
-        return {"entries": self._leases.idle_entries, "bytes": self._leases.cached_bytes,
-                "limit_bytes": self._leases.cache_limit, "hits": counts.hits, "misses": counts.misses,
+        counts = self._encoder_cache.counts
+        return {"entries": self._encoder_cache.evictable_entries, "bytes": self._encoder_cache.host.cached_bytes,
+                "limit_bytes": self._encoder_cache.cache_limit, "hits": counts.hits, "misses": counts.misses,
                 "joined": counts.joined, "evictions": counts.evictions}
 
 

@@ -1,4 +1,4 @@
-"""A fleet of fake workers behind the real supervisor, leases, encoding and pipeline, for tests."""
+"""A fleet of fake workers behind the real supervisor, cache, encoding and pipeline, for tests."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from epdd import arena
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Pipeline, Restarted
@@ -31,7 +31,7 @@ FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fleet.fake_w
 @dataclass
 class Fleet:
     supervisor: Supervisor
-    leases: Leases
+    cache: EncoderCache
     encoding: Encoding
     admission: Admission
     pipeline: Pipeline
@@ -65,8 +65,8 @@ class Fleet:
         async with asyncio.timeout(GUARD_S):
             while any(worker.in_flight for worker in self.supervisor.workers):
                 await asyncio.sleep(0.01)
-        assert self.leases.used_bytes == self.leases.cached_bytes and self.leases.waiting == 0
-        assert all(e.refs == 0 and e.holds == 0 for e in self.leases._entries.values())
+        assert self.cache.host.used_bytes == self.cache.host.cached_bytes and self.cache.waiting == 0
+        assert all(e.ref_count == 0 and e.pins == 0 for e in self.cache._entries.values())
         router = self.encoding.router
         assert not router.queue and router.waiting == 0 and not self.encoding._jobs
         assert all(not lane.held for lane in router.pools.lanes.values())
@@ -83,18 +83,18 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
     names = [("encoder", i) for i in range(encoders)] + [("pd", i) for i in range(pds)]
     specs = [WorkerSpec(f"{role}/{i}", role, devices.get(f"{role}/{i}", "cpu"), (), None, 1, json.dumps(manners),
                         arena_bytes=arena_bytes, peers=peers) for role, i in names]
-    leases = Leases(arena_bytes, cache_bytes)
+    cache = EncoderCache(arena_bytes, cache_bytes)
     fleet = None
 
     def changed(worker):
         fleet.pipeline.fleet_changed()
 
     supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
-    admission = Admission(config.server.max_requests, supervisor, leases, FAMILY)
+    admission = Admission(config.server.max_requests, supervisor, cache, FAMILY)
     history = History()
-    encoding = Encoding(supervisor, leases, config, FAMILY, history)
-    pipeline = Pipeline(supervisor, leases, encoding, admission, history)
-    fleet = Fleet(supervisor, leases, encoding, admission, pipeline, history)
+    encoding = Encoding(supervisor, cache, config, FAMILY, history)
+    pipeline = Pipeline(supervisor, cache, encoding, admission, history)
+    fleet = Fleet(supervisor, cache, encoding, admission, pipeline, history)
     supervisor.start()
     try:
         if not manners.get("bad_start"):

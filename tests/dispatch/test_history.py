@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry
+from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
 from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
 from epdd.settings.config import Config

@@ -40,7 +40,7 @@ async def test_identical_images_at_once_are_encoded_once_then_cached():
         assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
         await fleet.ask(request("again", b"same"))
         assert sum(worker.done for worker in fleet.supervisor.role("encoder")) == 1
-        assert fleet.leases.counts.hits == 1 and fleet.leases.counts.joined == 7
+        assert fleet.cache.counts.hits == 1 and fleet.cache.counts.joined == 7
 
 
 async def test_first_of_many_leaves_and_the_others_still_get_it():
@@ -145,7 +145,7 @@ async def test_a_full_arena_makes_requests_wait_not_fail():
         with pytest.raises(ArenaFull):
             await fleet.ask(request("too much", *(b"%d" % i for i in range(5))))
         await fleet.at_rest()
-        assert fleet.leases.used_bytes == 0
+        assert fleet.cache.host.used_bytes == 0
 
 
 async def test_work_of_a_killed_encoder_is_placed_again():
@@ -254,7 +254,7 @@ async def test_leases_are_let_go_when_the_prompt_is_read_not_when_the_answer_end
     async with running(token_s=0.05) as fleet:
         answers = fleet.pipeline.run(request("r", b"a", b"b", max_tokens=200))
         await anext(answers)
-        assert [(e.refs, e.holds) for e in fleet.leases._entries.values()] == [(0, 0), (0, 0)]
+        assert [(e.ref_count, e.pins) for e in fleet.cache._entries.values()] == [(0, 0), (0, 0)]
         await answers.aclose()
         await fleet.at_rest()
 
@@ -425,7 +425,7 @@ async def test_a_deadline_ends_a_request_at_any_stage(manners):
         deadline = asyncio.get_running_loop().time() + 0.3
         with pytest.raises(WorkerTimeout):
             await fleet.ask(request("r", b"a", max_tokens=50, deadline=deadline))
-        assert fleet.leases._entries == {} or all(e.refs == 0 for e in fleet.leases._entries.values())
+        assert fleet.cache._entries == {} or all(e.ref_count == 0 for e in fleet.cache._entries.values())
 
 
 async def test_drained_workers_get_nothing_new_and_come_back():
@@ -545,9 +545,9 @@ async def test_a_full_arena_whose_requests_all_wait_for_a_prefill_worker_is_empt
     async with running(encoders=1, arena_bytes=4 * 4096, cache_bytes=0, config=config) as fleet:
         fleet.supervisor.find("pd/0").process.kill()
         asks = [asyncio.create_task(fleet.ask(request(f"r{i}", b"%d" % i, b"%d!" % i))) for i in range(12)]
-        while fleet.leases.used_bytes < fleet.leases.size or not fleet.leases.waiting:
+        while fleet.cache.host.used_bytes < fleet.cache.size or not fleet.cache.waiting:
             assert not any(ask.done() for ask in asks)
             await asyncio.sleep(0)
         assert await asyncio.gather(*asks) == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
         await fleet.at_rest()
-        assert fleet.leases.used_bytes == 0
+        assert fleet.cache.host.used_bytes == 0

@@ -131,7 +131,7 @@ async def test_nobody_waits_for_a_worker_that_the_kernel_holds_and_its_leases_st
             await asyncio.sleep(0)
         fleet.supervisor.resume("encoder/1")
         pid = worker.process.pid
-        held, = fleet.leases._entries.values()
+        held, = fleet.cache._entries.values()
         os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(Process, "signal", lambda self, number: None)     # no signal arrives any more
@@ -139,8 +139,8 @@ async def test_nobody_waits_for_a_worker_that_the_kernel_holds_and_its_leases_st
             assert worker.state is State.FAILED and f"pid {pid} was killed and does not go" in worker.last_error
             fleet.supervisor.resume("encoder/0")        # there is no second one beside it
             assert worker.process.pid == pid
-            embedding, = fleet.leases._entries.values()     # other bytes: it may still write to those it has
-            assert held.holds == 1 and worker.in_flight == 1
+            embedding, = fleet.cache._entries.values()     # other bytes: it may still write to those it has
+            assert held.pins == 1 and worker.in_flight == 1
             assert embedding is not held and embedding.lease.offset != held.lease.offset
         os.kill(pid, signal.SIGKILL)
         await fleet.ready()

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from epdd.dispatch.encoder_cache.arena_space import ArenaSpace
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.encoder_cache.extents import Extents
-from epdd.dispatch.encoder_cache.leases import Leases
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Request
@@ -33,25 +34,25 @@ def test_every_schedule_of_a_small_scenario_holds(name):
 def released_with_the_request(monkeypatch):
     """Bytes go back with the last request, whoever still touches them."""
     def release(self, embedding):
-        self._unwant(embedding)
-        if embedding.refs == 0 and not embedding.ready:
-            holds, embedding.holds = embedding.holds, 0
+        self._dereference(embedding)
+        if embedding.ref_count == 0 and not embedding.ready:
+            pins, embedding.pins = embedding.pins, 0
             self._drop(embedding)
-            embedding.holds = holds
+            embedding.pins = pins
             embedding.dropped = False
         self._freed()
-    monkeypatch.setattr(Leases, "release", release)
+    monkeypatch.setattr(EncoderCache, "release", release)
 
 
 def released_twice(monkeypatch):
-    unhold = Leases.unhold
+    unpin = EncoderCache.unpin
 
     def twice(self, embedding):
         dropped = embedding.dropped
-        unhold(self, embedding)
-        if dropped and embedding.holds == 0:
-            self._extents.release(embedding.lease.offset, embedding.lease.size)
-    monkeypatch.setattr(Leases, "unhold", twice)
+        unpin(self, embedding)
+        if dropped and embedding.pins == 0:
+            self.host.extents.release(embedding.lease.offset, embedding.lease.size)
+    monkeypatch.setattr(EncoderCache, "unpin", twice)
 
 
 def readers_hold_nothing(monkeypatch):
@@ -92,18 +93,18 @@ def works_end_with_their_socket(monkeypatch):
 
 def nobody_is_woken(monkeypatch):
     """Room that comes back with a work's end is told to nobody."""
-    unhold = Leases.unhold
+    unpin = EncoderCache.unpin
 
     def silent(self, embedding):
         waiting, self._waiting = self._waiting, type(self._waiting)()
-        unhold(self, embedding)
+        unpin(self, embedding)
         self._waiting = waiting
-    monkeypatch.setattr(Leases, "unhold", silent)
+    monkeypatch.setattr(EncoderCache, "unpin", silent)
 
 
 def holes_stay(monkeypatch):
     """What a request waits for may lie between cached embeddings."""
-    monkeypatch.setattr(Leases, "_only_cached", False)
+    monkeypatch.setattr(ArenaSpace, "only_cached", False)
 
 
 def the_cancelled_is_not_tried_again(monkeypatch):
@@ -112,9 +113,9 @@ def the_cancelled_is_not_tried_again(monkeypatch):
 
     def forgets(self, job, worker, event):
         if not isinstance(event, (Encoded, Failed)) and hasattr(event, "id"):
-            refs, job.embedding.refs = job.embedding.refs, 0
+            refs, job.embedding.ref_count = job.embedding.ref_count, 0
             ended(self, job, worker, event)
-            job.embedding.refs = refs
+            job.embedding.ref_count = refs
         else:
             ended(self, job, worker, event)
     monkeypatch.setattr(Encoding, "_ended", forgets)

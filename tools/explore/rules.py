@@ -20,18 +20,18 @@ def check_rest(house: House) -> None:
     """Every gauge is back at its start, and every work has ended once."""
     if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
         raise Violation(f"works that did not end once: {wrong}")
-    leases, router = house.leases, house.encoding.router
-    rest = {"in the house": house.admission.inside, "bytes in use": leases.used_bytes - leases.cached_bytes,
-            "waiting for room": leases.waiting,
-            "wanted": sum(entry.refs for entry in leases._entries.values()),
-            "held": sum(entry.holds for entry in leases._entries.values()),
+    cache, router = house.cache, house.encoding.router
+    rest = {"in the house": house.admission.inside, "bytes in use": cache.host.used_bytes - cache.host.cached_bytes,
+            "waiting for room": cache.waiting,
+            "references": sum(entry.ref_count for entry in cache._entries.values()),
+            "pins": sum(entry.pins for entry in cache._entries.values()),
             "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(house.encoding._jobs),
             "in lanes": sum(len(lane.held) for lane in router.pools.lanes.values()),
             "in flight": sum(router.pools.in_flight.values()),
             "in the suspects' turn": int(house.pipeline._suspects.locked())}
     if left := {name: value for name, value in rest.items() if value}:
         raise Violation(f"left at rest: {left}")
-    if leases.cached_bytes > leases.cache_limit:
+    if cache.host.cached_bytes > cache.cache_limit:
         raise Violation("the cache is over its limit")
 
 

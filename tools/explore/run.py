@@ -25,7 +25,7 @@ from tools.explore.scenario import FAMILY, Asker, Scenario, request, scenario
 
 from epdd.arena import PAGE
 from epdd.dispatch.admission import Admission
-from epdd.dispatch.encoder_cache.leases import Leases
+from epdd.dispatch.encoder_cache.cache import EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Pipeline
@@ -51,17 +51,17 @@ class House:
         self.story: list[str] = []
         self.faults: list[str] = []         # of ours, as the log and the loop tell them
         self.memory = Memory(given.pages * PAGE)
-        self.leases = Leases(given.pages * PAGE, given.cache_pages * PAGE)
-        self.leases._extents = self.memory
+        self.cache = EncoderCache(given.pages * PAGE, given.cache_pages * PAGE)
+        self.cache.host.extents = self.memory
         config = _settings(given.policy)
         devices = ["cuda:0" if i < given.gpus else "cpu" for i in range(given.encoders)]
         specs = [*(WorkerSpec(f"encoder/{i}", "encoder", device, (), None, 1, "") for i, device in enumerate(devices)),
                  *(WorkerSpec(f"pd/{i}", "pd", "cpu", (), None, 1, "") for i in range(given.pds))]
         self.supervisor = supervisor.Supervisor(specs, -1, config.fleet, cast(Any, self), self._changed)
-        self.admission = Admission(1000, self.supervisor, self.leases, FAMILY)
+        self.admission = Admission(1000, self.supervisor, self.cache, FAMILY)
         history = History(loop.time)
-        self.encoding = Encoding(self.supervisor, self.leases, config, FAMILY, history)
-        self.pipeline = Pipeline(self.supervisor, self.leases, self.encoding, self.admission, history)
+        self.encoding = Encoding(self.supervisor, self.cache, config, FAMILY, history)
+        self.pipeline = Pipeline(self.supervisor, self.cache, self.encoding, self.admission, history)
         self.processes: list[Process] = []
         self.askers = [Asker(ask, request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
         self._goes_on = False       # without a fault, an operator or time

@@ -24,11 +24,6 @@ class Extents:
     def free(self) -> int:
         return sum(end - start for start, end in self._free)
 
-    @property
-    def largest(self) -> int:
-        """The longest extent that `take` would grant now."""
-        return max((end - start for start, end in self._free), default=0)
-
     def take(self, length: int) -> int | None:
         """Offset of a fresh extent of `rounded(length)`, or None if no hole is large enough."""
         need = self.rounded(length)
@@ -37,18 +32,6 @@ class Extents:
                 self._free[i:i + 1] = [(start + need, end)] if end - start > need else []
                 return start
         return None
-
-    def grow(self, offset: int, length: int, wanted: int) -> bool:
-        """Lengthen an extent in place if the hole behind it allows; tells whether it did."""
-        end, more = offset + self.rounded(length), self.rounded(wanted) - self.rounded(length)
-        i = bisect_left(self._free, (end, 0))
-        if more <= 0:
-            return True
-        if i == len(self._free) or self._free[i][0] != end or self._free[i][1] - end < more:
-            return False
-        hole_end = self._free[i][1]
-        self._free[i:i + 1] = [(end + more, hole_end)] if hole_end - end > more else []
-        return True
 
     def release(self, offset: int, length: int) -> None:
         """Give an extent back; neighbours merge.  A double release is a bug and asserted against."""

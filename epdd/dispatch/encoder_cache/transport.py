@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from epdd.dispatch.encoder_cache.leases import EncoderCacheEntry, Leases
+from epdd.dispatch.encoder_cache.cache import HOST, EncoderCache, EncoderCacheEntry
 from epdd.errors import WorkerLost
 from epdd.fleet.process import leaving
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import State, Worker
-from epdd.wire import CloseArena, GpuPool, Lease, OpenArena, Ready
+from epdd.wire import CloseArena, GpuPool, OpenArena, Ready
 
 log = logging.getLogger(__name__)
-
-HOST = 0
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,9 @@ class Source:
 class EmbeddingTransport:
     """Called after every change of the fleet, before anybody acts on it."""
 
-    def __init__(self, supervisor: Supervisor, leases: Leases) -> None:
+    def __init__(self, supervisor: Supervisor, cache: EncoderCache) -> None:
         self._supervisor = supervisor
-        self._leases = leases
+        self._cache = cache
         self._numbers = count(HOST + 1)
         self._sources: dict[int, Source] = {}
         self._told: dict[str, tuple[Ready, set[int]]] = {}      # by worker: arenas that its living process knows of
@@ -56,7 +54,7 @@ class EmbeddingTransport:
     def fleet_changed(self) -> None:
         for source in [source for source in self._sources.values() if not source.alive]:
             del self._sources[source.arena]
-            self._leases.gpu.lose(source.arena)
+            self._cache.lose_arena(source.arena)
         known = {id(source.ready) for source in self._sources.values()}
         for worker in self._supervisor.role("encoder"):
             if worker.ready is not None and worker.ready.pool is not None and id(worker.ready) not in known:
@@ -71,7 +69,7 @@ class EmbeddingTransport:
             return
         source = Source(next(self._numbers), worker, ready, worker.process.pid, pool)
         self._sources[source.arena] = source
-        self._leases.gpu.add(source.arena, pool.bytes)
+        self._cache.add_arena(source.arena, pool.bytes)
 
     def _tell(self, worker: Worker, ready: Ready, pinned: bool) -> None:
         """Bring what a worker on a GPU knows of arenas up to date."""
@@ -97,13 +95,13 @@ class EmbeddingTransport:
 
     # --- for one image or request
 
-    def place(self, embedding: EncoderCacheEntry, encoder: Worker, size: int) -> Lease | None:
-        """Room in the encoder's own memory for what it is about to write, if all can read it there."""
-        source = next((source for source in self._sources.values() if source.encoder is encoder), None)
+    def arena_for(self, encoder: Worker) -> int:
+        """Where the encoder should write next: its own GPU's memory if all readers can read that, else HOST."""
+        source = self._source(encoder)
         readers = [worker for worker in self._supervisor.role("pd") if worker.takes_work]
         if source is None or not readers or any(worker.arenas.get(source.arena) != "" for worker in readers):
-            return None
-        return self._leases.gpu.place(embedding, source.arena, size)
+            return HOST
+        return source.arena
 
     def reads(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
         """Whether a prefill-decode worker can read them all where they lie."""
@@ -114,7 +112,7 @@ class EmbeddingTransport:
         lying = [embedding for embedding in embeddings if embedding.lease.arena]
         if lying and not any(self._may_read(worker, lying) for worker in self._supervisor.role("pd")):
             for embedding in lying:
-                self._leases.gpu.forget(embedding)
+                self._cache.lose(embedding)
             raise WorkerLost("no prefill-decode worker can read the rows where they lie")
 
     def _may_read(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
@@ -128,9 +126,12 @@ class EmbeddingTransport:
         gone = [embedding for embedding in embeddings if embedding.lost or not self._alive(embedding.lease.arena)]
         for embedding in gone:
             # Now, and not only when the encoder's end is known: the next attempt must not find it again.
-            self._leases.gpu.forget(embedding)
+            self._cache.lose(embedding)
         if gone:
             raise WorkerLost("an encoder was lost, and rows with its GPU's memory")
+
+    def _source(self, encoder: Worker) -> Source | None:
+        return next((source for source in self._sources.values() if source.encoder is encoder), None)
 
     def _alive(self, arena: int) -> bool:
         source = self._sources.get(arena)
@@ -144,7 +145,7 @@ class EmbeddingTransport:
                 for encoder in self._supervisor.role("encoder") for pd in self._supervisor.role("pd")]
 
     def _way(self, encoder: Worker, pd: Worker) -> dict[str, Any]:
-        source = next((source for source in self._sources.values() if source.encoder is encoder), None)
+        source = self._source(encoder)
         if encoder.kind == "cpu" or pd.kind == "cpu":
             why: str | None = "on CPUs"
         elif source is None:
@@ -162,8 +163,8 @@ class EmbeddingTransport:
 
     def pools(self) -> list[dict[str, Any]]:
         return [{"encoder": source.encoder.name, "device": source.encoder.spec.device, "bytes": source.pool.bytes,
-                 "used_bytes": self._leases.gpu.pools[source.arena].used_bytes,
-                 "cached_bytes": self._leases.gpu.pools[source.arena].cached_bytes}
+                 "used_bytes": self._cache.arenas[source.arena].used_bytes,
+                 "cached_bytes": self._cache.arenas[source.arena].cached_bytes}
                 for source in self._sources.values()]
 
 

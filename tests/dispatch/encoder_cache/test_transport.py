@@ -6,6 +6,7 @@ import time
 
 from epdd.arena import PAGE
 from epdd.dispatch.encoder_cache import transport
+from epdd.dispatch.encoder_cache.cache import HOST
 from tests.dispatch.fleet import expected, request, running
 
 ONE = {"encoder/0": "cuda:0", "pd/0": "cuda:0"}
@@ -19,7 +20,7 @@ async def until(condition):
 
 
 def pools(fleet):
-    return fleet.leases.gpu.pools
+    return {number: space for number, space in fleet.cache.arenas.items() if number != HOST}
 
 
 async def open_pool(fleet, *pds):
@@ -34,9 +35,9 @@ async def test_rows_go_by_the_encoders_memory_and_stay_there_for_reuse():
         number = await open_pool(fleet)
         assert await fleet.ask(request("r1", b"one", b"two")) == [expected(b"one", b"two")]
         await fleet.at_rest()
-        assert fleet.leases.used_bytes == 0 and pools(fleet)[number].cached_bytes == 2 * PAGE
+        assert fleet.cache.host.used_bytes == 0 and pools(fleet)[number].cached_bytes == 2 * PAGE
         assert await fleet.ask(request("r2", b"two")) == [expected(b"two")]
-        assert fleet.leases.counts.hits == 1 and fleet.supervisor.find("encoder/0").done == 2
+        assert fleet.cache.counts.hits == 1 and fleet.supervisor.find("encoder/0").done == 2
         assert fleet.encoding.transport.pairs() == [
             {"encoder": "encoder/0", "pd": "pd/0", "way": "gpu", "why": None, "pinned": False}]
         assert fleet.encoding.transport.pools() == [
@@ -49,9 +50,9 @@ async def test_a_full_pool_lets_what_is_unused_go_and_then_uses_the_host():
         number = await open_pool(fleet)
         images = [b"one", b"two", b"three"]
         assert await fleet.ask(request("r1", *images)) == [expected(*images)]
-        assert (fleet.leases.used_bytes, pools(fleet)[number].used_bytes) == (PAGE, 2 * PAGE)
+        assert (fleet.cache.host.used_bytes, pools(fleet)[number].used_bytes) == (PAGE, 2 * PAGE)
         assert await fleet.ask(request("r2", b"four")) == [expected(b"four")]
-        assert fleet.leases.counts.evictions == 1 and pools(fleet)[number].used_bytes == 2 * PAGE
+        assert fleet.cache.counts.evictions == 1 and pools(fleet)[number].used_bytes == 2 * PAGE
         await fleet.at_rest()
 
 
@@ -59,7 +60,7 @@ async def test_all_readers_must_have_opened_it():
     async with running(**POOL | {"pds": 2, "devices": ONE | {"pd/1": "cpu"}}) as fleet:
         await open_pool(fleet)
         assert await fleet.ask(request("r1", b"one")) == [expected(b"one")]
-        assert fleet.leases.used_bytes == PAGE
+        assert fleet.cache.host.used_bytes == PAGE
         await until(lambda: fleet.supervisor.find("encoder/0").arenas)
         pairs = fleet.encoding.transport.pairs()
         assert [(pair["pd"], pair["way"], pair["why"], pair["pinned"]) for pair in pairs] == [
@@ -70,7 +71,7 @@ async def test_who_cannot_open_it_gets_rows_by_the_host():
     async with running(**POOL | {"shut": True}) as fleet:
         await open_pool(fleet)
         assert await fleet.ask(request("r1", b"one")) == [expected(b"one")]
-        assert fleet.leases.used_bytes == PAGE
+        assert fleet.cache.host.used_bytes == PAGE
         assert fleet.encoding.transport.pairs()[0]["why"] == "no peer access"
     async with running(**POOL | {"peers": ("cuda:1",)}) as fleet:
         await until(lambda: pools(fleet))
@@ -84,7 +85,7 @@ async def test_a_lost_encoder_takes_its_embeddings_along():
         await fleet.ask(request("r1", b"one", b"two"))
         fleet.supervisor.find("encoder/0").process.kill()
         await until(lambda: number not in pools(fleet))
-        assert fleet.leases.entries == 0
+        assert fleet.cache.entries == 0
         again = await open_pool(fleet)
         assert again == number + 1
         assert await fleet.ask(request("r2", b"one")) == [expected(b"one")]
@@ -150,7 +151,7 @@ async def test_rows_that_nobody_can_read_any_more_are_encoded_again():
         await fleet.ask(request("r1", b"one"))
         fleet.supervisor.find("pd/0").arenas[number] = "no peer access"
         assert await fleet.ask(request("r2", b"one")) == [expected(b"one")]
-        assert fleet.leases.used_bytes == PAGE and pools(fleet)[number].used_bytes == 0
+        assert fleet.cache.host.used_bytes == PAGE and pools(fleet)[number].used_bytes == 0
         await fleet.at_rest()
 
 

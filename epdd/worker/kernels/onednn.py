@@ -21,20 +21,6 @@ ROWS_HINT = 8       # the layout is chosen for this many rows and works for any 
 MADV_DONTNEED = 4
 
 
-class PackedLinear(nn.Module):  # type: ignore[misc]
-    """Replaces an nn.Linear; same values up to rounding."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-
-
 class UnpackedLinear(nn.Module):  # type: ignore[misc]
     """Replaces an nn.Linear; the weights stay as they lie, and each product packs them for itself.
 
@@ -44,11 +30,22 @@ class UnpackedLinear(nn.Module):  # type: ignore[misc]
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = self._weight(linear), linear.bias
+        self.activation, self.algorithm = "none", ""    # torch's names for what ends the product
+
+    def _weight(self, linear: nn.Linear) -> torch.Tensor:
+        return linear.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, self.activation, [], self.algorithm)
+
+
+class PackedLinear(UnpackedLinear):
+    """Replaces an nn.Linear by a packed copy of its weights; same values up to rounding."""
+
+    def _weight(self, linear: nn.Linear) -> torch.Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
 
 
 def pack(module: nn.Module) -> bool:

@@ -53,8 +53,8 @@ class Prepacked(Plain):
             raise RuntimeError("this torch has no prepacked products")
         for block in tower.module.blocks:
             block.mlp = end_with_activation(block.mlp, onednn.PackedLinear,
-                                            partial(PackedActivation, name="gelu", algorithm="tanh"),
-                                            partial(PackedActivation, name="swish"))
+                                            partial(_ended, activation="gelu", algorithm="tanh"),
+                                            partial(_ended, activation="swish"))
         return tower
 
 
@@ -131,20 +131,6 @@ class Int8Linear(nn.Module):  # type: ignore[misc]
         return made.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
-class PackedActivation(nn.Module):  # type: ignore[misc]
-    """A prepacked product with an activation at its end, computed while the result is in the cache."""
-
-    def __init__(self, packed: onednn.PackedLinear, name: str, algorithm: str = "") -> None:
-        """`name` and `algorithm` are torch's names for it."""
-        super().__init__()
-        self._weight, self._bias = packed._packed, packed.bias
-        self._name, self._algorithm = name, algorithm
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, self._name, [], self._algorithm)
-
-
 class SwiGLU(nn.Module):  # type: ignore[misc]
     """Qwen2.5-VL's feed-forward part, the gate's SiLU ending its product."""
 
@@ -169,3 +155,9 @@ def end_with_activation(mlp: Any, kind: type[nn.Module], gelu: Callable[[Any], n
     elif isinstance(getattr(mlp, "gate_proj", None), kind) and isinstance(mlp.act_fn, SILU):
         return SwiGLU(silu(mlp.gate_proj), mlp.up_proj, mlp.down_proj)
     return mlp
+
+
+def _ended(packed: onednn.PackedLinear, activation: str, algorithm: str = "") -> onednn.PackedLinear:
+    """The same, with an activation computed while the result is in the cache."""
+    packed.activation, packed.algorithm = activation, algorithm
+    return packed

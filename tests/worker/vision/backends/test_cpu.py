@@ -22,7 +22,8 @@ def test_prepacked_planes_are_those_of_plain_torch(checkpoint: Callable[..., str
     found = cpu.Prepacked().prepare(made)(*batch)
     assert relative_error(found, wanted) < 1e-5
     assert not any(isinstance(part, nn.Linear) for part in made.module.modules())
-    fused = [part._name for part in made.module.modules() if isinstance(part, cpu.PackedActivation)]
+    fused = [part.activation for part in made.module.modules()
+             if isinstance(part, PackedLinear) and part.activation != "none"]
     # Qwen2-VL's activation is none that oneDNN knows.
     assert fused == {"qwen3_vl": ["gelu"] * 4, "qwen2_5_vl": ["swish"] * 4}.get(family, [])
 

@@ -58,7 +58,7 @@ class GpuModelRunner(ModelRunner):
         """Whether the host's arena is being pinned."""
         return self._transfer.pinning
 
-    def take(self, message: wire.ToWorker) -> bool:
+    def handle(self, message: wire.ToWorker) -> bool:
         """Whether the message was about arenas and is done."""
         return self._transfer.take(message, self._send)
 

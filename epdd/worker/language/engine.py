@@ -1,6 +1,6 @@
-"""The prefill-decode role: the life of requests, each step of which is schedule, execute, postprocess.
+"""The prefill-decode role: the life of requests.  A step is schedule, execute, postprocess.
 
-Order is `scheduler.Scheduler`, choice is a request's sampler, computing is a `ModelRunner`.  No torch.
+The `Scheduler` orders requests, a `ModelRunner` computes, each request's sampler chooses its tokens.  No torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Engine:
         """Queue a request; a bad one is answered by Failed.  Raises ProtocolError on another role's work."""
         if isinstance(message, wire.CloseArena):
             self._lose(message.arena)
-        if self.runner.take(message):
+        if self.runner.handle(message):
             return
         if not isinstance(message, wire.Generate):
             raise ProtocolError(f"a PD worker cannot do {type(message).__name__}")

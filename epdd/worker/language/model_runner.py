@@ -119,7 +119,7 @@ class ModelRunner(ABC):
         """Whether a step has work even without a request."""
         return False
 
-    def take(self, message: wire.ToWorker) -> bool:
+    def handle(self, message: wire.ToWorker) -> bool:
         """Whether the message was for the runner (arenas opened and closed) and is done."""
         return False
 

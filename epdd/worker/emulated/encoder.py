@@ -44,9 +44,6 @@ class RowsEncoder:
         pattern.write(self._arena.view(wire.Lease(message.lease.offset, size)), wire.content_hash(raw))
         self._send(wire.Encoded(message.id, rows=message.rows, bytes=size, dtype=self._dtype, seconds=0.0))
 
-    def step(self) -> None:
-        """Nothing is left to do."""
-
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
         progress(1.0)
         return wire.Ready(binding=wire.Binding((), (), 1), dtype=self._dtype)
@@ -75,14 +72,13 @@ class EmulatedEncoder(EmulatedTime):
         self._answers: list[wire.FromWorker] = []
         if emulated.model is not None:
             self._core: Any = RowsEncoder(spec.model, emulated.model, arena, self._answers.append)
+            self._patches_max = emulated.model.max_pixels // emulated.model.patch ** 2
         else:
             real = importlib.import_module("epdd.worker.vision.encoder").Encoder
             self._core = real(replace(spec, device="cpu"), arena, self._answers.append)
+            info = families.load(spec.model)
+            self._patches_max = info.rows_max * info.merge ** 2
         self._waiting: deque[tuple[wire.Encode, bytes, float]] = deque()     # with its arrival
-        self._info = families.load(spec.model)
-        self._patches_max = self._info.rows_max * self._info.merge ** 2
-        if emulated.model is not None:
-            self._patches_max = emulated.model.max_pixels // emulated.model.patch ** 2
         self._steps = 0
 
     def submit(self, message: wire.ToWorker, raw: bytes) -> None:

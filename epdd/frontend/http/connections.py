@@ -20,7 +20,8 @@ from epdd.settings.config import ServerSettings
 log = logging.getLogger(__name__)
 
 STALLED_S = 10.0            # an answer that its client has not read on for so long may give way
-GRACE_S = 1.0               # in which whoever just came is taken to be about to ask
+GRACE_S = 1.0               # in which a client that came, or was answered, is taken to be about to ask
+_SOON_S = 0.25              # in which nearly all requests follow their connection
 _LOOKED_AT = 32             # of the oldest connections of a table, for one that may give way
 _LOG_S = 60.0               # between two lines about the limit
 
@@ -113,12 +114,16 @@ class Connections:
             self._timer.cancel()
 
     def _least_needed(self) -> HttpConnection | None:
-        """Who said nothing for a second, then who was answered the longest ago, then who does not read.
+        """The connection that has owed a head the longest, then the one that was answered the longest ago, then one
+        whose client does not read.
 
-        On a busy machine a request can wait in the kernel for longer than that: its client has said something.
+        A client that was answered just now may send its next request before it sees that its connection is closed, and
+        would lose it: it stays before one that has sent nothing for a quarter of a second.  On a busy machine a request
+        can also wait in the kernel, unread.
         """
         now = asyncio.get_running_loop().time()
-        for what, least_s in (("head", GRACE_S), ("idle", 0.0), ("head", 0.0), ("stalled", STALLED_S)):
+        for what, least_s in (("head", GRACE_S), ("idle", GRACE_S), ("head", _SOON_S), ("idle", 0.0),
+                              ("head", 0.0), ("stalled", STALLED_S)):
             for connection, since in itertools.islice(self._tables[what][1].items(), _LOOKED_AT):
                 if now - since < least_s:
                     break

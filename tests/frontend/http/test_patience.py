@@ -215,6 +215,26 @@ async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
         book.ended(newcomer)
 
 
+@hosted(server={"connections_max": 4})
+async def test_who_was_just_answered_stays_before_who_has_asked_nothing(house: House) -> None:
+    book = house.context.connections
+    silent = [await Client.come(house) for _ in range(2)]
+    await settle(lambda: len(book) == 2)
+    await asyncio.sleep(0.4)                    # longer than a request takes to follow its connection
+    answered = [await Client.come(house, GET) for _ in range(2)]
+    for client in answered:
+        await client.answer()
+    newcomers = Newcomer(), Newcomer()
+    assert [book.opened(newcomer) for newcomer in newcomers] == [True, True]
+    for client in silent:
+        assert await client.rest() == b""
+    for client in answered:
+        client.writer.write(GET)
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+    for newcomer in newcomers:
+        book.ended(newcomer)
+
+
 def test_the_limit_of_descriptors(monkeypatch: Any) -> None:
     limits = [1024, 1 << 30]
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda what: tuple(limits))

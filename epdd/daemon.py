@@ -148,7 +148,7 @@ def _libc() -> ctypes.CDLL:
 def _request_log(settings: config.LogSettings) -> RequestLog | None:
     if not settings.requests:
         return None
-    return RequestLog(Path(settings.requests), settings.requests_bytes_max, settings.requests_kept)
+    return RequestLog(Path(settings.requests), settings.max_requests_bytes, settings.requests_kept)
 
 
 class Daemon:

@@ -26,7 +26,7 @@ from epdd.fleet.channel import WorkEvent
 from epdd.wire import Encoded, Failed
 
 REQUESTS_MAX = 1024
-IMAGES_MAX = 16 * REQUESTS_MAX      # media.images_max may be set higher: then fewer requests are kept
+IMAGES_MAX = 16 * REQUESTS_MAX      # media.max_images may be set higher: then fewer requests are kept
 QUOTED_CHARS_MAX = 200              # of an id or a fault that is repeated
 TIMER_S = 0.01                      # a loop's timer may be early by its resolution
 

@@ -161,7 +161,7 @@ class Supervisor:
             # A worker that had been well once may only lack memory for the moment: that can pass.
             hopeless = exit_code == StartupError.exit_code and not worker.was_ready
             lost = "" if worker.restarting else await exits.gpu_lost(worker.spec)
-            if not worker.restarting and (lost or hopeless or in_vain >= self._config.failures_max):
+            if not worker.restarting and (lost or hopeless or in_vain >= self._config.max_failures):
                 if lost:
                     worker.last_error = f"{lost}: {worker.last_error}"
                 elif not hopeless:
@@ -174,7 +174,7 @@ class Supervisor:
                 worker.hurry.clear()
                 with suppress(TimeoutError):        # unless an operator has mended what was wrong
                     await asyncio.wait_for(worker.hurry.wait(), min(self._config.backoff_s * 2 ** (failures - 1),
-                                                                    self._config.backoff_max_s))
+                                                                    self._config.max_backoff_s))
             worker.restarts += 1
         worker.process = worker.channel = worker.ready = None
         if not worker.wanted:

@@ -41,7 +41,7 @@ def build(context: Context) -> web.Application:
     prompts = PromptMaker(context.family, context.prompts, executor, config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
     checker = GrammarChecker()
-    bodies = Bodies(config.server.body_bytes_max, config.media.inflight_bytes_max, config.server.body_timeout_s)
+    bodies = Bodies(config.server.max_body_bytes, config.media.max_inflight_bytes, config.server.body_timeout_s)
     context.connections.give_way = bodies.give_way
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)

@@ -38,8 +38,8 @@ class ServerSettings:
     share_caches: bool = False              # also between API keys
     cors_origins: tuple[str, ...] = ()      # whose pages may use the API in a browser; "*": all
     max_requests: int = 256                 # in flight; more get 429
-    body_bytes_max: int = 128 << 20         # eight phone photos in base64 are about 60 MB
-    connections_max: int = 4096             # at once; 0: as many as descriptors allow
+    max_body_bytes: int = 128 << 20         # eight phone photos in base64 are about 60 MB
+    max_connections: int = 4096             # at once; 0: as many as descriptors allow
     head_timeout_s: float = 10.0            # from a connection, or a request's first byte, to its whole head
     body_timeout_s: float = 10.0            # in which a body must move on, by at least 512 bytes a second
     keep_alive_s: float = 75.0              # a connection may stay so long without a request
@@ -110,19 +110,19 @@ class MediaSettings:
     allow: tuple[str, ...] = ()             # allowlist: host, host:port or CIDR
     folders: tuple[str, ...] = ()           # file: images, from below these only; none: off
     timeout_s: float = 10.0                 # whole fetch, not each read
-    redirects_max: int = 3
-    file_bytes_max: int = 32 << 20          # one image file
-    pixels_max: int = 64_000_000            # one image, from its header
-    images_max: int = 16                    # images in one request
-    inflight_bytes_max: int = 512 << 20     # image files held in memory at once
-    fetches_max: int = 32                   # at once
+    max_redirects: int = 3
+    max_file_bytes: int = 32 << 20          # one image file
+    max_pixels: int = 64_000_000            # one image, from its header
+    max_images: int = 16                    # images in one request
+    max_inflight_bytes: int = 512 << 20     # image files held in memory at once
+    max_fetches: int = 32                   # at once
 
 
 @dataclass(frozen=True)
 class FleetSettings:
     backoff_s: float = 0.5                  # before the first restart; doubles
-    backoff_max_s: float = 30.0
-    failures_max: int = 5                   # deaths one after another, until a worker is given up
+    max_backoff_s: float = 30.0
+    max_failures: int = 5                   # deaths one after another, until a worker is given up
     min_uptime_s: float = 30.0              # after this time in service a worker's failures count anew
     poison_s: float = 600.0                 # an image or prompt lost with two workers is refused for so long
     start_timeout_s: float = 600.0          # spawn to Ready
@@ -139,7 +139,7 @@ class EmulationSettings:
 class LogSettings:
     level: str = "info"
     requests: str = ""                      # file of the request log; empty: none
-    requests_bytes_max: int = 64 << 20      # then it becomes FILE.1
+    max_requests_bytes: int = 64 << 20      # then it becomes FILE.1
     requests_kept: int = 4                  # files that are full
 
 
@@ -271,8 +271,8 @@ def validate(config: Config) -> None:
     for origin in config.server.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(f"server.cors_origins has {origin!r}; expected: \"*\" or like \"https://example.com\"")
-    for name in ("server.max_requests", "pd.max_batched_tokens", "pd.max_sequences", "media.pixels_max",
-                 "media.fetches_max"):
+    for name in ("server.max_requests", "pd.max_batched_tokens", "pd.max_sequences", "media.max_pixels",
+                 "media.max_fetches"):
         section, key = name.split(".")
         if getattr(getattr(config, section), key) < 1:
             raise ConfigError(f"{name} must be at least 1")

@@ -10,10 +10,17 @@ from epdd.errors import ConfigError
 RENAMED = {
     "server.requests_max": "server.max_requests",
     "server.drain_s": "server.shutdown_timeout_s",
+    "server.body_bytes_max": "server.max_body_bytes",
+    "server.connections_max": "server.max_connections",
     "model.context_max": "model.max_model_len",
     "pd.token_budget": "pd.max_batched_tokens",
     "pd.batch_max": "pd.max_sequences",
     "fleet.well_s": "fleet.min_uptime_s",
+    "fleet.backoff_max_s": "fleet.max_backoff_s",
+    "fleet.failures_max": "fleet.max_failures",
+    **{f"media.{key}_max": f"media.max_{key}" for key in ("redirects", "file_bytes", "pixels", "images",
+                                                          "inflight_bytes", "fetches")},
+    "log.requests_bytes_max": "log.max_requests_bytes",
 }
 
 

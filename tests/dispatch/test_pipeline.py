@@ -204,7 +204,7 @@ async def test_a_prompt_that_kills_two_workers_is_refused_and_the_innocent_come_
 
 
 async def test_many_images_that_kill_do_not_take_an_encoder_from_the_others():
-    config = Config().with_values("fleet", {"backoff_s": 0.01, "failures_max": 2}, "test")
+    config = Config().with_values("fleet", {"backoff_s": 0.01, "max_failures": 2}, "test")
     async with running(encoders=1, deadly="poison", config=config) as fleet:
         for i in range(4):
             assert await fleet.ask(request("good", b"good %d" % i)) == [expected(b"good %d" % i)]
@@ -330,7 +330,7 @@ async def test_a_stop_ends_every_request(manners):
 
 
 async def test_a_stop_ends_a_request_that_waits_for_a_worker_to_come_back():
-    config = Config().with_values("fleet", {"backoff_s": 100.0, "failures_max": 99}, "test")
+    config = Config().with_values("fleet", {"backoff_s": 100.0, "max_failures": 99}, "test")
     async with running(encoders=0, config=config) as fleet:
         worker = fleet.supervisor.find("pd/0")
         fleet.supervisor._fork_server = NoForks()

@@ -17,11 +17,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 4, "fleet__stall_s": 5},
     # Little of everything, and images from public addresses, as is the default.
     "small": {"encoder__workers": 1, "model__max_model_len": 128, "arena__bytes": 40 << 10,
-              "server__body_bytes_max": 8 << 20,
+              "server__max_body_bytes": 8 << 20,
               "server__max_requests": 16},
     # Long enough for a client of a busy machine to say what it wants.
     "impatient": {"encoder__workers": 1, "server__head_timeout_s": 3, "server__body_timeout_s": 3},
-    "text": {"encoder__workers": 1, "media__images_max": 0},
+    "text": {"encoder__workers": 1, "media__max_images": 0},
     # One GPU, which is a fake, shared by an encoder and a prefill-decode worker.
     "gpu": {"program": "tests.field.gpu_daemon", "encoder__workers": "gpu:1,cpu:1", "pd__workers": "gpu:1"},
 }

@@ -58,7 +58,7 @@ async def test_a_worker_whose_gpu_is_gone_is_given_up_at_once_and_others_serve(m
 
 
 async def test_a_gpu_that_fails_again_and_again_is_given_up():
-    config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 0.01}, "test")
+    config = Config().with_values("fleet", {"max_failures": 2, "backoff_s": 0.01}, "test")
     async with running(encoders=1, pds=0, config=config, devices={"encoder/0": "cuda:0"},
                        bad_start=DeviceError.exit_code) as fleet:
         worker = fleet.supervisor.find("encoder/0")

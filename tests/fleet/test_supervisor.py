@@ -39,7 +39,7 @@ async def test_a_worker_that_breaks_the_wire_format_is_replaced():
 
 
 async def test_a_worker_that_dies_at_start_is_tried_a_few_times_and_given_up():
-    config = Config().with_values("fleet", {"failures_max": 3, "backoff_s": 0.01}, "test")
+    config = Config().with_values("fleet", {"max_failures": 3, "backoff_s": 0.01}, "test")
     async with running(encoders=1, pds=0, config=config, bad_start=1) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         async with asyncio.timeout(60):
@@ -56,7 +56,7 @@ async def until(condition):
 
 
 async def test_a_worker_that_dies_soon_after_ready_again_and_again_is_given_up_and_resumed():
-    config = Config().with_values("fleet", {"failures_max": 3, "backoff_s": 0.05}, "test")
+    config = Config().with_values("fleet", {"max_failures": 3, "backoff_s": 0.05}, "test")
     async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         began = time.monotonic()
@@ -85,7 +85,7 @@ async def test_an_operator_need_not_wait_for_the_next_try():
 
 
 async def test_deaths_of_a_worker_that_was_well_in_between_are_not_added_up():
-    config = Config().with_values("fleet", {"failures_max": 2, "backoff_s": 100.0, "min_uptime_s": 0.0}, "test")
+    config = Config().with_values("fleet", {"max_failures": 2, "backoff_s": 100.0, "min_uptime_s": 0.0}, "test")
     async with running(encoders=1, pds=0, config=config, life_s=0.1) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         await until(lambda: worker.restarts == 4)           # at once each time

@@ -258,7 +258,7 @@ async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args:
 
 def limits_of(context: Context) -> InlineLimits:
     """What a body may hold."""
-    return InlineLimits.of(context.family.max_model_len, context.config.media.file_bytes_max)
+    return InlineLimits.of(context.family.max_model_len, context.config.media.max_file_bytes)
 
 
 def deadline_of(context: Context) -> float:

@@ -43,7 +43,7 @@ class Connections:
     """All connections of the API, by what they wait for; each is in one of the tables, or busy."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._max = settings.connections_max
+        self._max = settings.max_connections
         # Of each table the seconds that one may stay there (0: any), and since when each is there: oldest first.
         self._tables: dict[str, tuple[float, dict[HttpConnection, float]]] = {
             "head": (settings.head_timeout_s, {}),      # owe a request's head
@@ -154,7 +154,7 @@ class Connections:
 
     def _count(self, reason: str) -> None:
         self.closed[reason] += 1
-        self._warn("connections are at their limit (server.connections_max, or that of descriptors: ulimit -n, "
+        self._warn("connections are at their limit (server.max_connections, or that of descriptors: ulimit -n, "
                    "LimitNOFILE)")
 
     def _warn(self, what: str) -> None:

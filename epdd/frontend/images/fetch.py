@@ -46,13 +46,13 @@ class Fetcher:
     def __init__(self, config: MediaSettings) -> None:
         """Must be made inside the running loop.  Raises ConfigError on a bad allowlist."""
         self._config = config
-        self._turns = Turns(config.fetches_max)
+        self._turns = Turns(config.max_fetches)
         self._gate = _Gate(config.fetch, Allowlist(config.allow))
         # A kept connection would be dialled for one host and reused for another request's.
         connector = aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0)
         answer: Callable[..., ResponseHandler] = _Answer
         connector._factory = functools.partial(answer, loop=asyncio.get_running_loop())
-        os.environ.setdefault("UV_THREADPOOL_SIZE", str(_LOOKUPS * config.fetches_max))     # read at the first lookup
+        os.environ.setdefault("UV_THREADPOOL_SIZE", str(_LOOKUPS * config.max_fetches))     # read at the first lookup
         self._session = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=_HEADERS, auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None))
@@ -85,19 +85,19 @@ class Fetcher:
                 raise _failed("the connection failed") from None
 
     async def _follow(self, url: URL, count: Callable[[int], None]) -> bytes:
-        for _ in range(self._config.redirects_max + 1):
+        for _ in range(self._config.max_redirects + 1):
             self._gate.check_literal(url)
             async with self._session.get(url, allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:
                     return await self._read(response, count)
                 target = response.headers.get("Location", "")
             url = _parse(target, base=url)
-        raise _failed(f"over {self._config.redirects_max} redirects")
+        raise _failed(f"over {self._config.max_redirects} redirects")
 
     async def _read(self, response: aiohttp.ClientResponse, count: Callable[[int], None]) -> bytes:
         if response.status != 200:
             raise _failed(f"the server answered {response.status}")
-        most = self._config.file_bytes_max
+        most = self._config.max_file_bytes
         data = bytearray()
         if (response.content_length or 0) <= most:
             async for piece in response.content.iter_chunked(_READ_BYTES):

@@ -62,9 +62,9 @@ class Media:
         self._limits = limits
         self._family = family
         self._executor = executor
-        self._folders = Folders(limits.folders, limits.file_bytes_max)      # first: it may refuse, and holds nothing
+        self._folders = Folders(limits.folders, limits.max_file_bytes)      # first: it may refuse, and holds nothing
         self._fetcher = Fetcher(limits)
-        self.budget = Budget(limits.inflight_bytes_max)
+        self.budget = Budget(limits.max_inflight_bytes)
 
     async def close(self) -> None:
         await self._fetcher.close()
@@ -78,8 +78,8 @@ class Media:
 
         Raises BadRequest if they are too many, before any is fetched; MediaError with the part as `param`.
         """
-        if len(refs) > self._limits.images_max:
-            raise BadRequest(f"The conversation holds {len(refs)} images; at most {self._limits.images_max} "
+        if len(refs) > self._limits.max_images:
+            raise BadRequest(f"The conversation holds {len(refs)} images; at most {self._limits.max_images} "
                              "are allowed", param="messages")
         async with self.budget.hold(sum(self._bytes_max(ref.url) for ref in refs)) as share:
             images = await self._all(refs, min_pixels, max_pixels, share)
@@ -117,13 +117,13 @@ class Media:
     def _read(self, source: str | bytes, min_pixels: int, max_pixels: int) -> Image:
         """`source` is a data: URL or the file itself."""
         data = source if isinstance(source, bytes) else data_url(source)
-        if len(data) > self._limits.file_bytes_max:
-            raise MediaError(f"The image file is over the limit of {self._limits.file_bytes_max} bytes",
+        if len(data) > self._limits.max_file_bytes:
+            raise MediaError(f"The image file is over the limit of {self._limits.max_file_bytes} bytes",
                              code="image_file_too_large")
         header = image_header.read(data)
         width, height = header.upright
-        if width * height > self._limits.pixels_max:
-            raise MediaError(f"The image has {width} x {height} pixels; at most {self._limits.pixels_max} "
+        if width * height > self._limits.max_pixels:
+            raise MediaError(f"The image has {width} x {height} pixels; at most {self._limits.max_pixels} "
                              "are allowed", code="image_too_large")
         grid = self._family.grid(width, height, min_pixels, max_pixels)
         # Everything that changes an image's embedding, so that no two embeddings share a key.
@@ -135,7 +135,7 @@ class Media:
         """Room to wait for before the file is read."""
         if _scheme(url) in ("http", "https"):
             return 0    # counted as it comes: a host that never answers must not keep room from images that are here
-        return len(url) * 3 // 4 if _scheme(url) == "data" else self._limits.file_bytes_max
+        return len(url) * 3 // 4 if _scheme(url) == "data" else self._limits.max_file_bytes
 
 
 def data_url(url: str) -> bytes:

@@ -24,7 +24,7 @@ LONG = SHORT | {"max_tokens": 15_000, "stream": True}       # a thousand tokens 
 
 
 def test_out_of_descriptors_who_is_connected_is_served_and_a_lost_worker_comes_back_later():
-    with running(**LIGHT, fleet__backoff_s=0.05, fleet__failures_max=99) as daemon:
+    with running(**LIGHT, fleet__backoff_s=0.05, fleet__max_failures=99) as daemon:
         pid, lost = daemon.process.pid, daemon.ready().worker("encoder/0")
         kept = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=30)
 
@@ -113,7 +113,7 @@ def test_weights_cut_short_while_running_harm_only_who_reads_them_anew(tmp_path)
     shutil.copytree(families.DEMO, folder)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
-    with running(model=folder, encoder__workers=1, fleet__backoff_s=0.05, fleet__failures_max=2) as daemon:
+    with running(model=folder, encoder__workers=1, fleet__backoff_s=0.05, fleet__max_failures=2) as daemon:
         daemon.ready()
         os.truncate(weights, len(whole) // 2)
         os.kill(daemon.worker("encoder/0")["pid"], signal.SIGKILL)

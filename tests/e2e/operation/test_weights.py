@@ -16,7 +16,7 @@ def test_other_weights_in_the_old_ones_place_are_not_mixed_in(tmp_path):
     # The same names and shapes: nothing but their content tells that these are others.
     whole = weights.read_bytes()
     other.write_bytes(whole[:-100_000] + bytes(100_000))
-    with running(model=folder, encoder__workers=1, fleet__backoff_s=0.05, fleet__failures_max=2) as daemon:
+    with running(model=folder, encoder__workers=1, fleet__backoff_s=0.05, fleet__max_failures=2) as daemon:
         daemon.ready()
         os.replace(other, weights)
         assert daemon.say("Hello").startswith("Hello!")         # who runs keeps the old file
@@ -34,7 +34,7 @@ def test_weights_cut_under_who_uses_them_are_named_as_the_cause(checkpoint, tmp_
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen3_vl"), folder)     # in float32: what is not made over stays pages of the file
     with running(model=folder, encoder__workers=1, model__dtype="float32", fleet__backoff_s=0.05,
-                 fleet__failures_max=2) as daemon:
+                 fleet__max_failures=2) as daemon:
         daemon.ready()
         os.truncate(folder / "model.safetensors", 4096)
         ask = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}

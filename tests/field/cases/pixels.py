@@ -111,7 +111,7 @@ async def truncated(house: House) -> None:
 
 
 @case("D11", "decompression bomb", "1-bit PNG of 9000, 13000 and 20000 pixels a side; 32 at once",
-      "400 image_too_large from the header, no memory", policy="the cap is media.pixels_max")
+      "400 image_too_large from the header, no memory", policy="the cap is media.max_pixels")
 async def bomb(house: House) -> None:
     with little_memory(house, 50_000_000):
         for side in (9000, 13000, 20000):

@@ -98,7 +98,7 @@ async def too_many(house: House) -> None:
     assert (await house.post({"messages": turns[:3], "max_tokens": 4})).status == 200
 
 
-@case("D26t", "an image where none are allowed", "media.images_max = 0", "400 naming both; text is served",
+@case("D26t", "an image where none are allowed", "media.max_images = 0", "400 naming both; text is served",
       daemon="text")
 async def text_only(house: House) -> None:
     reply = await house.refused(None, pictures.circle("red"), "What colour is the circle?")

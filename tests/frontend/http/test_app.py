@@ -185,7 +185,7 @@ async def test_no_content_type_at_all(house: House) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-@hosted(server={"body_bytes_max": 5_000_000})
+@hosted(server={"max_body_bytes": 5_000_000})
 async def test_a_chunked_body(house: House) -> None:
     text = "x" * 3_000_000
 
@@ -198,7 +198,7 @@ async def test_a_chunked_body(house: House) -> None:
     assert answer.status == 200
 
 
-@hosted(server={"body_bytes_max": 1000})
+@hosted(server={"max_body_bytes": 1000})
 async def test_a_body_over_the_limit(house: House) -> None:
     answer = await house.http.post(f"{house.url}/v1/chat/completions", data=BODY + b" " * (1000 - len(BODY)))
     assert answer.status == 200
@@ -213,7 +213,7 @@ async def test_a_body_over_the_limit(house: House) -> None:
     assert house.script.requests[1:] == []
 
 
-@hosted(server={"body_bytes_max": 3000}, media={"inflight_bytes_max": 5000})
+@hosted(server={"max_body_bytes": 3000}, media={"max_inflight_bytes": 5000})
 async def test_all_bodies_together_are_bounded(house: House) -> None:
     port = int(house.url.rpartition(":")[2])
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2900\r\n\r\n"
@@ -235,7 +235,7 @@ async def test_all_bodies_together_are_bounded(house: House) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-@hosted(server={"body_bytes_max": 1000})
+@hosted(server={"max_body_bytes": 1000})
 async def test_expect_continue(house: House) -> None:
     head = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             b"Expect: %b\r\nContent-Length: %d\r\n\r\n")

@@ -206,7 +206,7 @@ def test_long_headers_of_one_kind(file: bytes) -> None:
     tried(lambda: image_header.read(file), len(file))
 
 
-LARGE = 32 << 20            # media.file_bytes_max
+LARGE = 32 << 20            # media.max_file_bytes
 LONGEST: dict[str, Callable[[], bytes]] = {
     "restart markers, then scans": lambda: hostile.jpeg(
         behind=(b"\xff\xd0" + bytes(22)) * (LARGE // 24 - 50)).replace(hostile.END, b"") + b"\xff\xda\0\2" * 40,

@@ -86,7 +86,7 @@ async def test_a_body_that_trickles(house: House) -> None:
     assert (await steady.answer()).startswith(b"HTTP/1.1 200")
 
 
-@hosted(server={"body_bytes_max": 3000, "body_timeout_s": 0}, media={"inflight_bytes_max": 5000})
+@hosted(server={"max_body_bytes": 3000, "body_timeout_s": 0}, media={"max_inflight_bytes": 5000})
 async def test_the_slow_give_way_to_who_has_a_body(house: House) -> None:
     slow = [await Client.come(house, POST % 2900 + b" " * 2000) for _ in range(2)]
     await settle(lambda: house.context.stats.gauges["bodies"]() == 4000)
@@ -152,7 +152,7 @@ async def test_a_connection_that_works_is_left_alone(house: House) -> None:
     assert (await client.answer()).startswith(b"HTTP/1.1 200")
 
 
-@hosted(server={"connections_max": 8})
+@hosted(server={"max_connections": 8})
 async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
     house.script.play = house.script.say("hello", hang=True)
     busy = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(3)]
@@ -193,7 +193,7 @@ class Newcomer:
         return False
 
 
-@hosted(server={"connections_max": 4})
+@hosted(server={"max_connections": 4})
 async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
     """Its bytes may wait in the kernel for as long as others keep the loop busy."""
     book = house.context.connections
@@ -215,7 +215,7 @@ async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
         book.ended(newcomer)
 
 
-@hosted(server={"connections_max": 4})
+@hosted(server={"max_connections": 4})
 async def test_who_was_just_answered_stays_before_who_has_asked_nothing(house: House) -> None:
     book = house.context.connections
     silent = [await Client.come(house) for _ in range(2)]

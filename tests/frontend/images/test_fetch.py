@@ -138,7 +138,7 @@ def test_redirects_are_followed_and_checked() -> None:
         def to(url: str) -> str:
             return f"{host.url}/to?url={url.replace('?', '%3F').replace('=', '%3D').replace('&', '%26')}"
 
-        async with fetching(**listed(host), redirects_max=3) as fetcher:
+        async with fetching(**listed(host), max_redirects=3) as fetcher:
             assert await fetcher.fetch(to("/a.png")) == PNG
             assert await fetcher.fetch(to(to(f"{host.url}/a.png"))) == PNG
             for target in ("http://169.254.169.254/", f"http://127.0.0.1:{host.port + 1}/", "file:///etc/passwd",
@@ -153,11 +153,11 @@ def test_redirects_are_followed_and_checked() -> None:
 
 def test_redirects_end() -> None:
     async def test(host: Host) -> None:
-        async with fetching(**listed(host), redirects_max=2) as fetcher:
+        async with fetching(**listed(host), max_redirects=2) as fetcher:
             loop = f"{host.url}/to?url=/to%3Furl%3D/to%253Furl%253D/a.png"
             assert await fault(fetcher, loop) == "failed_to_download_image"
         assert len(host.seen) == 3
-        async with fetching(**listed(host), redirects_max=0) as fetcher:
+        async with fetching(**listed(host), max_redirects=0) as fetcher:
             assert await fault(fetcher, f"{host.url}/to?url=/a.png") == "failed_to_download_image"
 
     run(test)
@@ -176,7 +176,7 @@ def test_the_deadline_is_for_the_whole_fetch(path: str) -> None:
 
 def test_only_so_many_at_once_and_none_is_lost() -> None:
     async def test(host: Host) -> None:
-        async with fetching(**listed(host), timeout_s=0.2, fetches_max=3) as fetcher:
+        async with fetching(**listed(host), timeout_s=0.2, max_fetches=3) as fetcher:
             started = time.perf_counter()
             await asyncio.gather(*(fault(fetcher, f"{host.url}/hang") for _ in range(6)))
             assert time.perf_counter() - started > 0.35     # two turns; waiting for one is not fetching
@@ -187,7 +187,7 @@ def test_only_so_many_at_once_and_none_is_lost() -> None:
 
 def test_cancelling_frees_the_slot_and_the_connection() -> None:
     async def test(host: Host) -> None:
-        async with fetching(**listed(host), fetches_max=1) as fetcher:
+        async with fetching(**listed(host), max_fetches=1) as fetcher:
             task = asyncio.create_task(fetcher.fetch(f"{host.url}/hang"))
             while not host.hanging:
                 await asyncio.sleep(0.005)
@@ -202,7 +202,7 @@ def test_cancelling_frees_the_slot_and_the_connection() -> None:
 
 def test_the_size_is_bounded_while_reading() -> None:
     async def test(host: Host) -> None:
-        async with fetching(**listed(host), file_bytes_max=50_000) as fetcher:
+        async with fetching(**listed(host), max_file_bytes=50_000) as fetcher:
             assert len(await fetcher.fetch(f"{host.url}/bytes/50000")) == 50_000
             assert await fault(fetcher, f"{host.url}/bytes/51000") == "image_file_too_large"
             assert await fault(fetcher, f"{host.url}/bytes/100000000") == "image_file_too_large"

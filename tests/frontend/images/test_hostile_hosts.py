@@ -97,7 +97,7 @@ def test_long_urls() -> None:
 
 def test_a_request_whose_hosts_never_answer_lets_others_go_first() -> None:
     async def test(host: Host) -> None:
-        async with fetching(**listed(host), timeout_s=0.5, fetches_max=2) as fetcher:
+        async with fetching(**listed(host), timeout_s=0.5, max_fetches=2) as fetcher:
             slow = [asyncio.create_task(fetcher.fetch(f"{host.url}/hang", request="slow")) for _ in range(8)]
             await asyncio.sleep(0)
             assert await fetcher.fetch(f"{host.url}/a.png", request="other") == PNG
@@ -115,11 +115,11 @@ def test_lookups_have_threads_enough() -> None:
         from epdd.frontend.images.fetch import Fetcher
 
         async def main():
-            fetcher = Fetcher(MediaSettings(fetches_max=8))
+            fetcher = Fetcher(MediaSettings(max_fetches=8))
             await asyncio.gather(fetcher.fetch("http://nowhere.invalid/"), return_exceptions=True)
             print(len(os.listdir("/proc/self/task")))
             await fetcher.close()
 
         uvloop.run(main())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 2 * MediaSettings(fetches_max=8).fetches_max
+    assert int(done.stdout) > 2 * MediaSettings(max_fetches=8).max_fetches

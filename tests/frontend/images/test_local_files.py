@@ -118,7 +118,7 @@ def test_no_refused_source_leaves_a_descriptor(family: ModelInfo, allowed: Path)
     datas = ["data:image/png;base64,AAAA", "data:image/png;base64,!", "data:text/html;base64,AAAA", "data:,", "blob:x"]
 
     async def test(host: Host) -> None:
-        limits = Limits(**listed(host), timeout_s=0.5, redirects_max=1, file_bytes_max=8000, folders=(str(allowed),))
+        limits = Limits(**listed(host), timeout_s=0.5, max_redirects=1, max_file_bytes=8000, folders=(str(allowed),))
         webs = [host.url + path for path in (
             "/status/404", "/status/204", "/to?url=http://169.254.169.254/", "/to?url=file:///etc/passwd",
             "/to?url=/to%3Furl%3D/to%253Furl%253D/a", "/bytes/9000", "/cut", "/hang", "/drip", "/packed")]

@@ -154,11 +154,11 @@ def test_a_pixel_is_enough(family: ModelInfo) -> None:
 
 
 def test_limits(family: ModelInfo) -> None:
-    assert fault(family, url(picture((200, 100))), pixels_max=19_999).code == "image_too_large"
-    assert images(family, [url(picture((200, 100)))], pixels_max=20_000)
+    assert fault(family, url(picture((200, 100))), max_pixels=19_999).code == "image_too_large"
+    assert images(family, [url(picture((200, 100)))], max_pixels=20_000)
     big = picture((300, 300), form="BMP")
-    assert fault(family, url(big), file_bytes_max=len(big) - 10).code == "image_file_too_large"
-    assert images(family, [url(big)], file_bytes_max=len(big))
+    assert fault(family, url(big), max_file_bytes=len(big) - 10).code == "image_file_too_large"
+    assert images(family, [url(big)], max_file_bytes=len(big))
 
 
 def test_bombs_are_refused_by_their_header(family: ModelInfo) -> None:
@@ -170,9 +170,9 @@ def test_bombs_are_refused_by_their_header(family: ModelInfo) -> None:
 @pytest.mark.parametrize("most", [0, 2])
 def test_too_many_images_are_refused_before_they_are_looked_at(family: ModelInfo, most: int) -> None:
     with pytest.raises(BadRequest) as caught:
-        images(family, ["data:image/png;base64,not!!!base64"] * (most + 1), images_max=most)
+        images(family, ["data:image/png;base64,not!!!base64"] * (most + 1), max_images=most)
     assert f"holds {most + 1} images; at most {most}" in caught.value.message
-    assert images(family, [], images_max=most) == []
+    assert images(family, [], max_images=most) == []
 
 
 def test_one_bad_image_of_several_is_named(family: ModelInfo) -> None:
@@ -210,7 +210,7 @@ def test_requests_over_the_budget_take_turns(family: ModelInfo) -> None:
     data = picture((100, 100), form="BMP")
 
     async def go() -> None:
-        media = Media(Limits(inflight_bytes_max=len(data) * 2 + 100), family, EXECUTOR)
+        media = Media(Limits(max_inflight_bytes=len(data) * 2 + 100), family, EXECUTOR)
         now, most = 0, 0
 
         async def use() -> None:

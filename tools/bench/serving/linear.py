@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the daemon")
     parser.add_argument("--out", type=Path, default=None, help="folder for numbers and plots")
     args = parser.parse_args()
-    settings = [f"media.images_max={args.images}", *args.set]
+    settings = [f"media.max_images={args.images}", *args.set]
     with launch.Daemon(*(["--model", args.model] if args.model else []), settings=settings) as daemon:
         daemon.ready()
         found = asyncio.run(rounds(args, daemon))

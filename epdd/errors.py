@@ -194,10 +194,10 @@ class WorkerLost(WorkerError):
     retryable = True
     retry_after_s = 1
 
-    def __init__(self, message: str, *, maybe_over_work: bool = False) -> None:
-        """`maybe_over_work`: it had the work, and nobody asked it to end: the work may be what ended it."""
+    def __init__(self, message: str, *, crashed: bool = False) -> None:
+        """`crashed`: it had the work, and nobody asked it to end: the work may be what ended it."""
         super().__init__(message)
-        self.maybe_over_work = maybe_over_work
+        self.crashed = crashed
 
 
 class WorkerTimeout(WorkerError):

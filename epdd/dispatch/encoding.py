@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
+from epdd.dispatch.crash_policy import Attempts, CrashPolicy
 from epdd.dispatch.encoder_cache.cache import HOST, EncoderCache, EncoderCacheEntry
 from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
 from epdd.dispatch.history import History
-from epdd.dispatch.poison import Poison
 from epdd.dispatch.request import Request
 from epdd.dispatch.routing.queue import Job
 from epdd.dispatch.routing.router import Router, RoutingDecision
 from epdd.dispatch.routing.time_models import TimeModel
-from epdd.errors import EpddError, NoWorker, OutOfMemory, ProtocolError, WorkerLost, from_wire
+from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, ModelInfo
 from epdd.fleet.channel import Work, WorkEvent
 from epdd.fleet.supervisor import Supervisor
@@ -26,9 +26,6 @@ from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
 
-# An image that cost two workers their lives is not tried on a third.  The second time it goes alone, so that the
-# innocent who were with it the first time do not fail with it.
-ATTEMPTS_MAX = 2
 SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
 
 
@@ -38,7 +35,7 @@ class ImageJob(Job):
 
     embedding: EncoderCacheEntry
     work: Work | None = None
-    deaths: int = 0                 # of encoders that had it
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class Encoding:
@@ -54,7 +51,7 @@ class Encoding:
         self._cache = cache
         self._family = family
         self._history = history
-        self.poison = Poison(config.fleet.poison_s)
+        self.crashes = CrashPolicy(config.fleet.poison_s)
         self.transport = EmbeddingTransport(supervisor, cache)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
@@ -119,6 +116,7 @@ class Encoding:
         self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
         target = self._cache.begin_encoding(embedding, *self._place(embedding, worker))
         message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows, image.stored, image.orientation)
+        job.attempts.begun += 1
         try:
             job.work = worker.start(message, image.data, image.patches, predicted_s,
                                     lambda event: self._ended(job, worker, event))
@@ -146,36 +144,28 @@ class Encoding:
         self.router.ended(job, time.monotonic())
         if isinstance(event, Encoded):
             self._encoded(job, worker, event)
-        elif isinstance(event, Failed):
-            worker.failed += 1
-            error = from_wire(event.code, event.message)
-            if error.status >= 500:
-                log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
-            # Alone there may be memory enough, or on another device.
-            if isinstance(error, OutOfMemory) and job.attempts < ATTEMPTS_MAX and embedding.ref_count:
-                self.router.submit_again(job)
-            else:
-                self._fail(job, error)
         elif isinstance(event, Cancelled):
             # Somebody may have asked for the same image after it was cancelled.
             if embedding.ref_count:
-                job.attempts -= 1
-                self.router.submit_again(job)
+                job.attempts.begun -= 1
+                self._submit_again(job)
             else:
                 del self._jobs[embedding]
         elif held:
             # It may still write there: who waits begins anew, with other bytes.
             self._fail(job, WorkerLost(f"{worker.name} does not end"))
-        elif isinstance(event, EpddError):
-            job.deaths += isinstance(event, WorkerLost) and event.maybe_over_work
-            if event.retryable and job.attempts < ATTEMPTS_MAX and embedding.ref_count:
-                log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, event.message)
-                self.router.submit_again(job)
-            elif job.deaths == ATTEMPTS_MAX:        # the second time it was alone
-                self._fail(job, self.poison.add_image(embedding.image.content))
+        else:
+            error = _error(job, worker, event)
+            told = self.crashes.image_lost(embedding.image.content, job.attempts, error, embedding.ref_count > 0)
+            if told is not None:
+                self._fail(job, told)
             else:
-                self._fail(job, _given_up(event))
+                log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, error.message)
+                self._submit_again(job)
         self.pump()
+
+    def _submit_again(self, job: ImageJob) -> None:
+        self.router.submit_again(job, exclusive=job.attempts.begun > 0)
 
     def _fail(self, job: Job, error: EpddError) -> None:
         assert isinstance(job, ImageJob)
@@ -224,9 +214,13 @@ class Encoding:
         return ("set" if self.router.ratio_set else "none" if self.router.ratio_measured() is None else "measured")
 
 
-def _given_up(error: EpddError) -> EpddError:
-    """`error`, or for a loss one that says: not once more, not even by the request."""
-    if isinstance(error, WorkerLost):
-        error = WorkerLost(error.message)
-        error.retryable = False
+def _error(job: ImageJob, worker: Worker, event: WorkEvent) -> EpddError:
+    """What went wrong with an image, by its last event."""
+    if isinstance(event, EpddError):
+        return event
+    assert isinstance(event, Failed)
+    worker.failed += 1
+    error = from_wire(event.code, event.message)
+    if error.status >= 500:
+        log.error("%s %s image failed code=%s: %s", job.request_id, worker.name, event.code, event.message)
     return error

@@ -11,6 +11,7 @@ from contextlib import aclosing
 import msgspec
 
 from epdd.dispatch.admission import Admission
+from epdd.dispatch.crash_policy import Attempts, Isolation
 from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry, EncoderCache
 from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History, RequestTrace
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 ANSWER_TOKENS = 512
 # Tokens of each choice, on average, that wait for a client who does not read; with 20 log probabilities each 5 MB.
 UNREAD_MAX = 4096
-ATTEMPTS_MAX = 2            # a request lost with a worker is placed again once, if no token was sent
 
 
 class Restarted:
@@ -50,7 +50,7 @@ class Pipeline:
         self._history = history
         self._prefixes = PrefixAffinity()
         self._changed = asyncio.Event()
-        self._suspects = asyncio.Lock()     # one of them at a time is before its first token
+        self._crashes = encoding.crashes
 
     def fleet_changed(self) -> None:
         """A worker's state changed: those who wait for one look again."""
@@ -63,48 +63,42 @@ class Pipeline:
         Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well, Rejected if
         both died by themselves.
         """
-        deaths = 0
+        attempts = Attempts()
         with self._history.record(request) as trace:
-            for attempt in range(1, ATTEMPTS_MAX + 1):
-                turn, begun = _Turn(self._suspects if deaths else None), False
+            while True:
+                isolation, begun = self._crashes.isolation(attempts), False
+                attempts.begun += 1
                 try:
-                    async with aclosing(self._attempt(request, attempt, turn, trace)) as answers:
+                    async with aclosing(self._attempt(request, attempts.begun, isolation, trace)) as answers:
                         async for answer in answers:
                             begun = begun or isinstance(answer[1], Tokens)
                             yield answer
                     return
                 except WorkerLost as error:
                     trace.lost(error)
-                    deaths += error.maybe_over_work
-                    if deaths == ATTEMPTS_MAX and not begun:
-                        raise self._encoding.poison.add_prompt(request) from None
-                    sent = begun and not (request.whole and request.has_images)
-                    if sent or attempt == ATTEMPTS_MAX or not error.retryable:
-                        raise
+                    self._crashes.prompt_lost(request, attempts, error, begun)
                     log.warning("%s is placed again: %s", request.id, error.message)
                 if begun:
                     yield 0, Restarted()
 
-    async def _attempt(self, request: Request, attempt: int, turn: _Turn,
+    async def _attempt(self, request: Request, attempt: int, isolation: Isolation,
                        trace: RequestTrace) -> AsyncGenerator[Answer, None]:
         embeddings: list[EncoderCacheEntry] = []
         try:
-            self._encoding.poison.check(request)
+            self._crashes.check(request)
             async with _Deadline(request.deadline):
                 if request.images:
                     embeddings = await self._embed(request, trace)
-                # What was in a worker when it died may have killed it.  One after the other the innocent come through,
-                # and the other one is known for what it is.
-                await turn.take()
+                await isolation.begin()
                 worker, known = await self._pd_worker(request, embeddings)
             trace.placed(worker.name)
             async with aclosing(self._generate(request, attempt, worker, known, embeddings, trace)) as answers:
                 async for answer in answers:
                     if isinstance(answer[1], Tokens):
-                        turn.pass_on()
+                        isolation.end()
                     yield answer
         finally:
-            turn.pass_on()
+            isolation.end()
             self._release(embeddings)
 
     def _release(self, embeddings: list[EncoderCacheEntry]) -> None:
@@ -121,7 +115,7 @@ class Pipeline:
         trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
-            self._encoding.poison.check(request)    # it may have become known during the wait for room
+            self._crashes.check(request)    # it may have become known during the wait for room
             patches = sum(embedding.image.patches for embedding in fresh)
             for embedding in fresh:
                 self._encoding.submit(embedding, request, patches)
@@ -278,21 +272,3 @@ class _Deadline:
             await self._timeout.__aexit__(*exc)     # type: ignore[arg-type]
         except TimeoutError:
             raise _late() from None
-
-
-class _Turn:
-    """A place in line, passed on once; without a lock there is no line."""
-
-    def __init__(self, lock: asyncio.Lock | None) -> None:
-        self._lock = lock
-        self._taken = False
-
-    async def take(self) -> None:
-        if self._lock is not None:
-            await self._lock.acquire()
-            self._taken = True
-
-    def pass_on(self) -> None:
-        if self._lock is not None and self._taken:
-            self._taken = False
-            self._lock.release()

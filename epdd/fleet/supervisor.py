@@ -248,7 +248,7 @@ class Supervisor:
         self._set(worker, State.GONE)
         worker.failed += len(channel.works)
         channel.fail(WorkerLost(f"{worker.name} was lost ({how})",
-                                maybe_over_work=not worker.restarting and not self.stopping))
+                                crashed=not worker.restarting and not self.stopping))
         return code
 
     def _held(self, worker: Worker) -> None:
@@ -258,7 +258,7 @@ class Supervisor:
             worker.last_error = f"pid {pid} was killed and does not go: {worker.fault}"
             log.error("%s %s", worker.name, worker.last_error)
             self._set(worker, State.FAILED)
-            worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", maybe_over_work=True))
+            worker.channel.give_up(WorkerLost(f"{worker.name} was lost (killed)", crashed=True))
 
     def _heard(self, worker: Worker, message: Report) -> None:
         if isinstance(message, Heartbeat):

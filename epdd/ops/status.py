@@ -105,7 +105,7 @@ class Status:
             "placement": {"changes": self._seating.changes, "error": self._seating.error},
             "router": self.router(), "arena": self._arena(), "cache": self._cache(),
             "transport": {"pairs": self._encoding.transport.pairs(), "pools": self._encoding.transport.pools()},
-            "poison": asdict(self._encoding.poison.counts) | {"entries": self._encoding.poison.entries},
+            "poison": asdict(self._encoding.crashes.counts) | {"entries": self._encoding.crashes.entries},
             "requests": self._stats.snapshot() | {"running": self._admission.inside},
         }
 

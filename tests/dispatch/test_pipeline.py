@@ -72,7 +72,7 @@ async def test_an_image_that_lacks_memory_is_tried_alone_once_more_and_told_so()
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
         assert await asyncio.gather(*good) == [[expected(b"%d" % i)] for i in range(8)]
         assert sum(worker.failed for worker in fleet.supervisor.role("encoder")) == 2
-        assert fleet.encoding.poison.entries == 0
+        assert fleet.encoding.crashes.entries == 0
         await fleet.at_rest()
 
 
@@ -167,7 +167,7 @@ async def test_an_image_that_kills_two_encoders_is_given_up():
             assert (caught.value.status, caught.value.code) == (400, "image_rejected")
         await fleet.ready()
         assert sum(worker.restarts for worker in fleet.supervisor.role("encoder")) == 2
-        poison = fleet.encoding.poison
+        poison = fleet.encoding.crashes
         assert (poison.entries, poison.counts.images, poison.counts.refused) == (1, 1, 2)
         assert await fleet.ask(request("next", b"good")) == [expected(b"good")]
         await fleet.at_rest()
@@ -184,7 +184,7 @@ async def test_an_image_in_an_encoder_that_an_operator_restarts_twice_is_no_pois
             await asyncio.sleep(0.05)
         with pytest.raises(WorkerLost):
             await ask
-        assert fleet.encoding.poison.entries == 0
+        assert fleet.encoding.crashes.entries == 0
         assert await fleet.ask(request("again", b"a")) == [expected(b"a")]
 
 
@@ -270,7 +270,7 @@ async def test_an_image_cut_short_and_wanted_again_has_lost_no_try():
         leaving.cancel()
         coming = asyncio.create_task(fleet.ask(request("r1", b"same")))
         assert await asyncio.gather(ahead, coming) == [[expected(b"first")], [expected(b"same")]]
-        assert job.attempts == 1
+        assert job.attempts.begun == 1
         await fleet.at_rest()
 
 
@@ -401,7 +401,7 @@ async def test_an_answer_lost_twice_midway_is_told_so_and_is_no_poison():
     async with running(encoders=1, token_s=0.05, config=config) as fleet:
         with pytest.raises(WorkerLost):
             await killed_while_it_answers(fleet, request("r", b"a", whole=True, max_tokens=9), times=2)
-        assert fleet.encoding.poison.entries == 0
+        assert fleet.encoding.crashes.entries == 0
         await fleet.at_rest()
 
 

@@ -28,7 +28,7 @@ def check_rest(house: House) -> None:
             "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(house.encoding._jobs),
             "in lanes": sum(len(lane.held) for lane in router.pools.lanes.values()),
             "in flight": sum(router.pools.in_flight.values()),
-            "in the suspects' turn": int(house.pipeline._suspects.locked())}
+            "isolated": int(house.encoding.crashes.isolating)}
     if left := {name: value for name, value in rest.items() if value}:
         raise Violation(f"left at rest: {left}")
     if cache.host.cached_bytes > cache.cache_limit:

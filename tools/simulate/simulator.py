@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from epdd.dispatch.crash_policy import ATTEMPTS_MAX
 from epdd.dispatch.routing.queue import Job
 from epdd.dispatch.routing.router import Router
 from epdd.dispatch.routing.time_models import TimeModel
 from epdd.emulated_time import EncoderGroup, Timeline
 
-ATTEMPTS_MAX = 2            # as in epdd.dispatch.encoding: an image that cost two workers their lives fails
 PATCHES_MAX = 65536         # largest image that time models are fitted to: 4096 x 4096 pixels
 
 
@@ -69,6 +69,7 @@ class Work(Job):
 
     request: int
     parts: tuple[int, ...]
+    attempts: int = 0
 
 
 class Encoded(NamedTuple):
@@ -192,6 +193,7 @@ class _Run:
 
     def _begin(self, seat: _Seat, work: Work, now: float) -> None:
         """What the worker does with a job that was handed to it: one after another."""
+        work.attempts += 1
         services = [seat.line.serve(now, seat.encoder.group.image_seconds(patches)) for patches in work.parts]
         seat.held.append((work, services[-1].end - services[0].start))
         life = seat.life
@@ -222,7 +224,7 @@ class _Run:
         for work in lost:
             self.router.ended(work, now)
             if work.attempts < ATTEMPTS_MAX:
-                self.router.submit_again(work)
+                self.router.submit_again(work, exclusive=True)
             else:
                 self._outcome.failed.append(work)
         self._at(now + death.away_s, lambda now: self._come(seat, now))

@@ -26,7 +26,7 @@ class Job:
     patches: int
     images: int = 1                 # of its request: a request in flight is split over them
     request_patches: int = 0        # of all images of its request that are encoded with it; 0: of this one
-    attempts: int = 0               # times handed to a worker, less those it was cut short
+    exclusive: bool = False         # goes alone: no other job beside it in its worker
     queued: float = 0.0             # when it came
     due: float = 0.0                # its place in the queue: least first
     worker: str | None = None       # while in flight

@@ -54,7 +54,7 @@ class EncoderReplica:
     @property
     def alone(self) -> bool:
         """Whether it holds a job that may kill workers: the next one waits until that is over."""
-        return bool(self.held) and self.held[-1].attempts > 1
+        return bool(self.held) and self.held[-1].exclusive
 
     def take(self, job: Job, cost: float, now: float) -> None:
         seconds = self.model.predict(job.patches)

@@ -94,8 +94,9 @@ class Router:
             lane.model.forget(now)
         self.pools.rebuild(now)
 
-    def submit_again(self, job: Job) -> None:
-        """A job comes back from a worker that lost it: to its old place."""
+    def submit_again(self, job: Job, exclusive: bool) -> None:
+        """A job comes back from a worker that did not do it: to its old place."""
+        job.exclusive = exclusive
         job.left, job.worker = job.worker, None
         self._put(job)
 
@@ -121,13 +122,12 @@ class Router:
         if head is None:
             return None
         self.pools.advance(now)
-        choice = self._go_alone(head, now) if head.attempts else self._pick(head, now)
+        choice = self._go_alone(head, now) if head.exclusive else self._pick(head, now)
         if choice is None:
             return None
         self.withdraw(choice.job)
         job, lane = choice.job, choice.lane
         job.worker, job.started = lane.name, now
-        job.attempts += 1
         self.pools.take(lane, job, now)
         self.queue.began(job)
         return choice

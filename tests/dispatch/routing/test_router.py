@@ -289,10 +289,10 @@ def test_a_job_that_comes_back_goes_alone_to_an_idle_lane_and_everybody_waits_fo
     assert assigned(pools) == ["gpu0", "cpu0"]
     come(pools, 1, now=0.1)
     pools.ended(first, 0.1)
-    pools.submit_again(first)
+    pools.submit_again(first, exclusive=True)
     assert first.worker is None and pools.queue.head() is first      # its old place
     choice = pools.assign(0.1)
-    assert choice.job is first and choice.lane.name == "gpu0" and first.attempts == 2
+    assert choice.job is first and choice.lane.name == "gpu0" and first.exclusive
     assert choice.reason == "goes alone: it was lost with a worker"
     assert assigned(pools, 0.9) == []           # no second beside it, though it is nearly done
     end(pools, "gpu0", 1.1)
@@ -305,7 +305,7 @@ def test_gpu_only_lets_a_lost_job_wait_for_a_gpu():
     assigned(pools)
     come(pools, 1)
     pools.ended(first, 0.5)
-    pools.submit_again(first)
+    pools.submit_again(first, exclusive=True)
     assert assigned(pools, 0.5) == ["gpu0"] and assigned(pools, 0.9) == []
 
 
@@ -405,9 +405,9 @@ def test_what_a_worker_gave_back_goes_to_another_one_if_there_is_one():
     router.submit(job, 0.0)
     assert router.assign(0.0).lane.name == "cpu0"
     router.ended(job, 0.0)
-    router.submit_again(job)
+    router.submit_again(job, exclusive=True)
     assert router.assign(0.0).lane.name == "cpu1"
     router.ended(job, 0.0)
-    router.submit_again(job)
+    router.submit_again(job, exclusive=True)
     router.pools.set_lane("cpu0", "cpu", router.pools.lanes["cpu0"].model, False, 0.0)
     assert router.assign(0.0).lane.name == "cpu1"       # there is no other

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epdd.dispatch import prefix_affinity
-from epdd.dispatch.poison import Poison
+from epdd.dispatch.crash_policy import CrashPolicy
 from epdd.dispatch.request import Request
 from epdd.errors import Rejected
 
@@ -93,11 +93,11 @@ def test_what_is_no_salt(family: Any, salt: Any) -> None:
 @hosted(server=KEYS)
 async def test_what_kills_workers_is_refused_whoever_sends_it(house: House) -> None:
     one, two = await seen(house, "sk-one"), await seen(house, "sk-two", cache_salt="other")
-    known = Poison(600.0)
-    known.add_image(one.images[0].content)
+    known = CrashPolicy(600.0)
+    known.reject_image(one.images[0].content)
     with pytest.raises(Rejected):
         known.check(two)
-    known = Poison(600.0)
-    known.add_prompt(one)
+    known = CrashPolicy(600.0)
+    known.reject_prompt(one)
     with pytest.raises(Rejected):
         known.check(two)

@@ -1,4 +1,4 @@
-# What the README tells to type, and what that needs.  Python 3.11 or newer; everything lands in .venv.
+# The commands of README.md.  Needs Python 3.11 or newer; everything is installed into .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,14 +9,14 @@ BIN     = $(VENV)/bin
 help:
 	@echo "make serve           set up $(VENV) and serve the demo model at http://127.0.0.1:8765"
 	@echo "make test            set up $(VENV) for tests; flake8, mypy, import-linter and pytest"
-	@echo "make check, lint     the same in an environment that is there; lint without pytest"
+	@echo "make check, lint     the same in an existing environment; lint without pytest"
 	@echo "make docs            set up $(VENV), build the documentation and show it at http://127.0.0.1:8000"
-	@echo "make site            the documentation into build/site, with warnings as errors"
-	@echo "make reference       docs/reference anew, from the code"
-	@echo "make test-numa       the service on an emulated machine of five NUMA nodes (QEMU)"
-	@echo "make versions        the oldest and the newest transformers"
-	@echo "make clients         what tests/clients runs: other people's clients, 2 GB"
-	@echo "make install-system  as root: the daemon under systemd"
+	@echo "make site            build the documentation into build/site, with warnings as errors"
+	@echo "make reference       make docs/reference from the code"
+	@echo "make test-numa       test the service on an emulated machine of five NUMA nodes (QEMU)"
+	@echo "make versions        test with the oldest and the newest transformers"
+	@echo "make clients         install the clients that tests/clients runs (2 GB)"
+	@echo "make install-system  as root: install the daemon under systemd"
 	@echo "make clean           remove $(VENV) and build"
 
 serve: $(VENV)/.installed
@@ -25,21 +25,20 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(MAKE) check
 
-# So many processes share the tests: more than two cores, since most tests wait.  0: this process alone.
+# Processes that share the tests: more than the cores, since most tests wait.  0: this process alone.
 TESTERS ?= 4
 check: lint
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
-# In an emulated machine with NUMA nodes that this one does not have; needs qemu-system-x86 and cpio.
+# Needs qemu-system-x86 and cpio.
 test-numa: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -rs tests/system/test_numa.py
 
-# With the oldest and the newest transformers that setup.cfg allows, into build/versions.
+# The oldest and the newest transformers that setup.cfg allows are installed into build/versions.
 versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.project.versions
 
-# What tests/clients run: other people's clients, 2 GB of them, into build/clients or EPDD_CLIENTS.  Without them
-# those tests are skipped.
+# Into build/clients or EPDD_CLIENTS.  Without them tests/clients are skipped.
 clients: $(VENV)/.installed-test
 	$(BIN)/python -m tests.clients.venvs
 
@@ -60,7 +59,7 @@ site: $(VENV)/.installed-test
 reference: $(VENV)/.installed-test
 	$(BIN)/python -m tools.reference
 
-# Kernels are compiled at the installation: it is done again once there is a compiler that was not there then.
+# Kernels are compiled at installation: if a compiler appears later, the installation is repeated.
 COMPILER := $(firstword $(foreach name,g++ c++,$(shell command -v $(name))))
 ifneq ($(COMPILER),)
 AGAIN := $(shell test -s $(VENV)/.installed && ! grep -q . $(VENV)/.installed && echo FORCE)

@@ -1,4 +1,4 @@
-"""What the documentation's own build does not see: pages in the root, names that no longer exist, foreign hosts."""
+"""What the documentation's build does not check: pages in the root, names that no longer exist, other hosts."""
 
 import importlib.util
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from epdd.hardware import saved
 from epdd.settings.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,13 @@ def test_pictures_load_nothing():
     for path in (ROOT / "docs" / "img").glob("*.svg"):
         text = path.read_text()
         assert not re.search(r"<(?:script|image|foreignObject)|@import|href=\"(?!#)|url\((?!#)", text), path.name
+
+
+def test_the_machine_that_a_page_describes_can_be_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs/howto/placement.md").read_text(), re.DOTALL)[1])
+    topology = saved.load(tmp_path / "machine.json")
+    assert (len(topology.nodes), len(topology.cpus), len(topology.gpus)) == (4, 128, 8)
 
 
 def test_settings_that_pages_name_exist():
@@ -58,7 +66,7 @@ def test_programs_and_tests_that_pages_name_exist():
 
 
 def test_files_that_the_source_names_exist():
-    """In comments and docstrings too, which nobody runs."""
+    """In comments and docstrings too."""
     name = re.compile(r"(?<![\w/.])((?:tools|epdd|docs|systemd|etc)/[\w/-]+\.(?:py|md|cpp|h|sh|toml|service))\b")
     texts = [*PAGES, ROOT / "epdd" / "demo" / "README.md",
              *(path for folder in ("epdd", "tests", "tools") for path in (ROOT / folder).rglob("*.py"))]

@@ -35,7 +35,7 @@ def test_pictures_load_nothing():
 
 def test_the_machine_that_a_page_describes_can_be_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs/howto/placement.md").read_text(), re.DOTALL)[1])
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs/howto/placement.md").read_text(), re.DOTALL)[1], {})
     topology = saved.load(tmp_path / "machine.json")
     assert (len(topology.nodes), len(topology.cpus), len(topology.gpus)) == (4, 128, 8)
 

@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from aiohttp import web
+from msgspec import structs
 
 from epdd import __version__, arena, checkpoint, emulation, families, hub, log, placement, systemd, unix_socket
 from epdd.checkpoint import Look
@@ -51,6 +52,8 @@ from epdd.ops.request_log import RequestLog
 from epdd.ops.status import Status
 from epdd.settings import config
 from epdd.settings.config import Config
+from epdd.settings.service import LogSettings
+from epdd.settings.workers import POLICIES, RouterSettings
 from epdd.wire import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -145,7 +148,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL("libc.so.6")
 
 
-def _request_log(settings: config.LogSettings) -> RequestLog | None:
+def _request_log(settings: LogSettings) -> RequestLog | None:
     if not settings.requests:
         return None
     return RequestLog(Path(settings.requests), settings.max_requests_bytes, settings.requests_kept)
@@ -312,9 +315,9 @@ class Daemon:
         logger.info("reloaded level=%s", fresh.log.level)
         return "reloaded"
 
-    def _route(self, router: config.RouterSettings) -> None:
+    def _route(self, router: RouterSettings) -> None:
         """Route by these settings from now on."""
-        before, now = (" ".join(f"{key}={value}" for key, value in asdict(each).items())
+        before, now = (" ".join(f"{key}={value}" for key, value in structs.asdict(each).items())
                        for each in (self._encoding.settings, router))
         self._encoding.configure(router)
         logger.info("router %s%s", now, f", before: {before}" if before != now else "")
@@ -324,14 +327,12 @@ class Daemon:
 
         Raises ConfigError.
         """
-        asked = {field.name: request[field.name] for field in fields(config.RouterSettings) if field.name in request}
+        asked = {key: request[key] for key in RouterSettings.__struct_fields__ if key in request}
         if asked.get("ratio") == "auto":
             asked["ratio"] = Config().router.ratio
         if asked:
-            wanted = replace(self._settings, router=self._encoding.settings).with_values("router", asked, "policy")
-            config.validate(wanted)
-            self._route(wanted.router)
-        return self._status.router() | {"policies": config.POLICIES}
+            self._route(Config(router=self._encoding.settings).with_values("router", asked, "policy").router)
+        return self._status.router() | {"policies": POLICIES}
 
     def _verbs(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
         """What epdctl may ask for."""

@@ -18,6 +18,7 @@ from epdd.errors import ConfigError, HubUnreachable, ModelError, StartupError
 from epdd.settings import config
 from epdd.settings.arguments import Parser, near
 from epdd.settings.config import Config
+from epdd.settings.workers import ModelSettings
 
 USAGE = 2
 EPDCTL = ("status", "policy", "explain", "topology", "drain", "resume", "restart", "chat")
@@ -134,7 +135,7 @@ def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _located(args: argparse.Namespace) -> str:
     """The model's folder.  Nothing is downloaded only to be looked at."""
-    wanted = Config(model=config.ModelSettings(path=args.model, revision=args.revision))
+    wanted = Config(model=ModelSettings(path=args.model, revision=args.revision))
     return hub.located(wanted, download=False).model.path
 
 

@@ -15,7 +15,7 @@ from epdd import private
 from epdd.ctl import peer
 from epdd.errors import ConfigError, StartupError
 from epdd.log import CONTROL
-from epdd.settings.config import SYSTEM_FILE, Config, from_file, runtime_dir
+from epdd.settings.paths import SYSTEM_FILE, runtime_dir
 
 SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
 ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs
@@ -80,6 +80,7 @@ def find_socket(environ: Mapping[str, str] | None = None) -> Path:
 
 def _of_settings() -> Path | None:
     """admin.socket of the service's settings, if they name one and are ours to read."""
+    from epdd.settings.config import Config, from_file
     try:
         socket = from_file(Config(), SYSTEM_FILE).admin.socket
     except ConfigError:

@@ -21,7 +21,8 @@ from epdd.families import ITEMSIZE, ModelInfo
 from epdd.fleet.channel import Work, WorkEvent
 from epdd.fleet.supervisor import Supervisor
 from epdd.fleet.worker import DecayRate, Worker
-from epdd.settings.config import Config, RouterSettings as RouterConfig
+from epdd.settings.config import Config
+from epdd.settings.workers import RouterSettings as RouterConfig
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from epdd.emulated_time import SCALE_MAX, SCALE_MIN, EncoderGroup, EmulatedWorke
 from epdd.emulation.profile import Profile, read
 from epdd.errors import ConfigError
 from epdd.families import ModelInfo
-from epdd.settings import config
+from epdd.settings.workers import EmulationSettings
 
 # What a PD worker without a model says, over and over.
 TEXT = "This answer is emulated: no model has seen the question or the pictures. "
@@ -52,7 +52,7 @@ class Emulation:
                 "scale": self.scale}
 
 
-def load(settings: config.EmulationSettings, tokenizer: Tokenizer) -> Emulation | None:
+def load(settings: EmulationSettings, tokenizer: Tokenizer) -> Emulation | None:
     """The fleet to emulate, for the checkpoint with this tokenizer; None: the real one.  Raises ConfigError."""
     if not settings.profile:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from epdd.fleet.process import ForkServer, effort
 from epdd.fleet.worker import State, Worker
-from epdd.settings.config import FleetSettings
+from epdd.settings.workers import FleetSettings
 
 log = logging.getLogger(__name__)
 

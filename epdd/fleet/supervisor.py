@@ -19,7 +19,7 @@ from epdd.fleet.process import KILLED_BY_US_S, ForkServer, Process
 from epdd.fleet.stall_detector import StallDetector
 from epdd.fleet.worker import State, Worker
 from epdd.hardware.topology import ranges
-from epdd.settings.config import FleetSettings
+from epdd.settings.workers import FleetSettings
 from epdd.wire import Failed, Heartbeat, Loading, Opened, WorkerSpec, socket_pair
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ its start time.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from epdd.errors import ModelError
 from epdd.settings.config import Config

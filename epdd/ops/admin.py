@@ -12,7 +12,7 @@ import orjson
 
 from epdd import __version__, unix_socket
 from epdd.errors import BadRequest, EpddError
-from epdd.settings.config import AdminSettings
+from epdd.settings.service import AdminSettings
 
 log = logging.getLogger(__name__)
 

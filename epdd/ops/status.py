@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from epdd import __version__
 from epdd.dispatch.admission import Admission
@@ -155,7 +156,7 @@ class Status:
         router = self._encoding.router
         pools, source = router.pools, self._encoding.ratio_source
         budget = router.budget(router.waiting)
-        return asdict(self._encoding.settings) | {
+        return structs.asdict(self._encoding.settings) | {
             "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
             "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
             "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],

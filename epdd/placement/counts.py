@@ -30,14 +30,14 @@ def decide(topology: Topology, config: Config, domains: int, asked: Sequence[Sea
     for role, on_gpus, on_cpus in (("encoder", encoder_gpus, encoder_cpus), ("pd", pd_gpus, pd_cpus)):
         if role not in listed:
             workers = getattr(config, role).workers
-            reason = _automatic(role, on_gpus, on_cpus) if count(workers, role).total == 0 else f"asked: {workers}"
+            reason = _automatic(role, on_gpus, on_cpus) if count(workers).total == 0 else f"asked: {workers}"
             why.append(f"{role}: {on_gpus} on GPUs, {on_cpus} on CPUs: {reason}")
     return seats, why
 
 
 def _split(config: Config, gpus: Sequence[Gpu], domains: int, listed: set[str]) -> tuple[int, int, int, int]:
     """Encoders on GPUs and CPUs, prefill-decode workers on GPUs and CPUs."""
-    encoders, pds = count(config.encoder.workers, "encoder.workers"), count(config.pd.workers, "pd.workers")
+    encoders, pds = count(config.encoder.workers), count(config.pd.workers)
     encoder_gpus, encoder_cpus = encoders.split or (0, 0)
     if "pd" in listed:
         pd_gpus, pd_cpus = 0, 0
@@ -63,7 +63,7 @@ def _split(config: Config, gpus: Sequence[Gpu], domains: int, listed: set[str]) 
 
 def _may_share(config: Config, listed: set[str]) -> bool:
     """Encoders and prefill-decode workers share GPUs only where the operator said of both how many GPUs they take."""
-    return not listed and all(count(getattr(config, role).workers, role).split for role in ROLES)
+    return not listed and all(count(getattr(config, role).workers).split for role in ROLES)
 
 
 def _automatic(role: str, on_gpus: int, on_cpus: int) -> str:

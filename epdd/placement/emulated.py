@@ -46,7 +46,7 @@ def decide(emulation: Emulation, config: Config, family: ModelInfo,
 def _chosen(groups: Sequence[G], workers: Workers, role: str) -> list[G]:
     """The group of each worker that shall exist.  Raises PlacementError."""
     everyone = [group for group in groups for _ in range(group.count)]
-    asked: WorkerCount = asked_count(workers, f"{role}.workers")
+    asked: WorkerCount = asked_count(workers)
     if not asked.total:
         return everyone
     left = dict(zip(("gpu", "cpu"), asked.split)) if asked.split else {"": asked.total}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Annotated, Any, Literal, NewType, get_args
+
+from msgspec import Meta, Struct
 
 from epdd.errors import ConfigError
+from epdd.settings.values import Count, checked
 
-ROLES = ("encoder", "pd")
+Role = Literal["encoder", "pd"]
+ROLES: tuple[str, ...] = get_args(Role)
 CPU_MAX = 1 << 16           # above any CPU number Linux gives; keeps "0-4294967295" from filling memory
 
 Workers = NewType("Workers", str)       # "auto", a number, or "gpu:1,cpu:4"
+WORKERS = Meta(pattern=r"^(auto|\d+|(?=.*[1-9])(gpu: *\d+( *, *cpu: *\d+)?|cpu: *\d+( *, *gpu: *\d+)?))$",
+               extra={"expected": '"auto", a number, or like "gpu:1,cpu:4"'})
 
 
 @dataclass(frozen=True)
@@ -23,56 +28,42 @@ class WorkerCount:
     split: tuple[int, int] | None = None        # on GPUs and on CPUs; None: placement decides
 
 
-@dataclass(frozen=True)
-class WorkerOverride:
-    """One worker as a [[worker]] table describes it."""
+class WorkerOverride(Struct, frozen=True):
+    """One worker as a [[worker]] table describes it.  `examples` of a field are those of etc/epdd.toml."""
 
-    role: str
-    device: str = "cpu"                         # or "gpu:N"
-    cpus: tuple[int, ...] = ()                  # empty: placement decides
-    numa_node: int | None = None
-    threads: int = 0                            # 0: one on each of its cores
+    role: Annotated[Role, Meta(description='"encoder" or "pd"', examples=["encoder"])]
+    device: Annotated[str, Meta(
+        pattern=r"^(cpu|gpu:\d+)$", extra={"expected": '"cpu" or like "gpu:0"'}, examples=["gpu:1"],
+        description='"cpu", the default, or a GPU as `epdctl topology` numbers them')] = "cpu"
+    cpus: Annotated[tuple[int, ...], Meta(
+        examples=["0-15,32"], description="logical CPUs, which no other worker gets; default: placement chooses")] = ()
+    numa_node: Annotated[Count | None, Meta(
+        examples=[0], description="NUMA node whose memory and cores it uses; default: placement chooses")] = None
+    threads: Annotated[Count, Meta(
+        examples=[8], description="threads that compute, at most one a core; default: one on each of its cores")] = 0
 
     @property
     def gpu(self) -> int | None:
         return None if self.device == "cpu" else int(self.device.removeprefix("gpu:"))
 
 
-def count(workers: Workers, where: str) -> WorkerCount:
-    """Raises ConfigError naming `where`."""
-    text = workers.replace(" ", "")
-    if text in ("auto", "0"):
-        return WorkerCount()
-    if text.isdecimal():
-        return WorkerCount(total=int(text))
-    parts = [part.partition(":") for part in text.split(",")]
-    kinds = {kind: int(number) for kind, _, number in parts if number.isdecimal()}
-    if len(kinds) < len(parts) or not kinds.keys() <= {"gpu", "cpu"} or not sum(kinds.values()):
-        raise ConfigError(f'{where} is {workers!r}; expected: "auto", a number, or like "gpu:1,cpu:4"')
-    return WorkerCount(total=sum(kinds.values()), split=(kinds.get("gpu", 0), kinds.get("cpu", 0)))
+def count(workers: Workers) -> WorkerCount:
+    if workers == "auto" or workers.isdecimal():
+        return WorkerCount(0 if workers == "auto" else int(workers))
+    parts = [part.partition(":") for part in workers.split(",")]
+    kinds = {kind.strip(): int(number) for kind, _, number in parts}
+    return WorkerCount(sum(kinds.values()), (kinds.get("gpu", 0), kinds.get("cpu", 0)))
 
 
-def wish(table: Any, where: str) -> WorkerOverride:
+def override(table: Any, where: str) -> WorkerOverride:
     """One [[worker]] table.  Raises ConfigError naming `where` and the field."""
-    if not isinstance(table, Mapping):
+    if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table")
-    unknown = set(table) - set(WorkerOverride.__dataclass_fields__)
-    if unknown:
-        raise ConfigError(f"{where}: unknown setting {sorted(unknown)[0]}")
-    if table.get("role") not in ROLES:
-        raise ConfigError(f"{where}: role is {table.get('role')!r}; allowed: {', '.join(ROLES)}")
-    device = table.get("device", "cpu")
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|gpu:\d+", device):
-        raise ConfigError(f'{where}: device is {device!r}; expected: "cpu" or like "gpu:0"')
-    for key in ("numa_node", "threads"):
-        value = table.get(key, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{where}: {key} is {value!r}; a whole number from 0 expected")
-    return WorkerOverride(role=table["role"], device=device, cpus=_cpus(table.get("cpus", ""), where),
-                          numa_node=table.get("numa_node"), threads=table.get("threads", 0))
+    cpus = {"cpus": _cpus(table["cpus"], where)} if "cpus" in table else {}
+    return WorkerOverride(**checked(WorkerOverride, {"role": None} | table | cpus, where))
 
 
-def _cpus(value: Any, where: str) -> tuple[int, ...]:
+def _cpus(value: Any, where: str) -> list[int]:
     """"0-3,8", or the numbers as a list."""
     text = ",".join(map(str, value)) if isinstance(value, list) else value
     parts = text.replace(" ", "").split(",") if isinstance(text, str) else ["?"]
@@ -83,4 +74,4 @@ def _cpus(value: Any, where: str) -> tuple[int, ...]:
         if not first <= last < CPU_MAX:
             raise ConfigError(f'{where}: cpus is {value!r}; expected: like "0-3,8"')
         found.update(range(first, last + 1))
-    return tuple(sorted(found))
+    return sorted(found)

@@ -8,7 +8,7 @@ import pytest
 
 from epdd.ctl import routing
 from epdd.ctl.main import main
-from epdd.settings.config import POLICIES
+from epdd.settings.workers import POLICIES
 from tests.ctl.fake_daemon import FakeDaemon
 from tests.ctl.snapshot import snapshot
 

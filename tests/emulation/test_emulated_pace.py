@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from epdd.settings.config import RouterSettings
+from epdd.settings.workers import RouterSettings
 from tests.dispatch.fleet import expected, request, running
 
 

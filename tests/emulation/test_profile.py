@@ -11,6 +11,7 @@ from epdd.emulation.profile import SHIPPED
 from epdd.errors import ConfigError
 from epdd.families import DEMO
 from epdd.settings import config
+from epdd.settings.workers import EmulationSettings
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 PUBLISHED = "xeon6747p-5xl40s"
@@ -43,7 +44,7 @@ max_pixels = 256
 
 
 def load(profile: str, scale: float = 0.0) -> emulation.Emulation:
-    made = emulation.load(config.EmulationSettings(profile, scale), TOKENIZER)
+    made = emulation.load(EmulationSettings(profile, scale), TOKENIZER)
     assert made is not None
     return made
 
@@ -54,7 +55,7 @@ def test_shipped_profiles_can_be_used_by_the_name_of_their_file(name):
 
 
 def test_without_a_profile_nothing_is_emulated():
-    assert emulation.load(config.EmulationSettings(), TOKENIZER) is None
+    assert emulation.load(EmulationSettings(), TOKENIZER) is None
 
 
 def test_the_published_set_up():
@@ -93,7 +94,7 @@ def test_a_file_and_the_scale(tmp_path):
 def test_settings_name_the_profile(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "SYSTEM_FILE", tmp_path / "none.toml")
     found, _ = config.load(["--emulate", PUBLISHED, "--set", "emulation.scale=4"], {})
-    assert found.emulation == config.EmulationSettings(PUBLISHED, 4.0)
+    assert found.emulation == EmulationSettings(PUBLISHED, 4.0)
 
 
 @pytest.mark.parametrize("old, new, words", [
@@ -150,7 +151,7 @@ def test_an_unknown_name_says_what_there_is(tmp_path):
 @pytest.mark.parametrize("scale", [1e-9, 1e4])
 def test_a_scale_that_no_clock_can_follow(scale):
     with pytest.raises(ConfigError, match="emulation.scale"):
-        emulation.load(config.EmulationSettings(PUBLISHED, scale), TOKENIZER)
+        emulation.load(EmulationSettings(PUBLISHED, scale), TOKENIZER)
 
 
 def test_profiles_are_package_data():

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from epdd import families
@@ -203,7 +204,8 @@ async def serve(family: families.ModelInfo, config: Config | None = None) -> Asy
 def with_settings(**sections: dict[str, Any]) -> Config:
     """The default settings with some changed: with_settings(server={"timeout_s": 1})."""
     config = Config()
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+    return structs.replace(config, **{name: structs.replace(getattr(config, name), **values)
+                                      for name, values in sections.items()})
 
 
 async def settle(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

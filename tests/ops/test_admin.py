@@ -9,7 +9,7 @@ import pytest
 
 from epdd.errors import NotFound, StartupError
 from epdd.ops.admin import LINE_BYTES_MAX, AdminServer
-from epdd.settings.config import AdminSettings
+from epdd.settings.service import AdminSettings
 
 
 def refuse(request):

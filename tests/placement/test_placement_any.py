@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -139,7 +138,7 @@ def test_tables_are_obeyed_or_refused(topology, data):
     """Encoders whose CPUs are given keep them to themselves; the rest is placed around them."""
     cpus = sorted(cpu.id for cpu in topology.cpus)
     chosen = data.draw(st.lists(st.sampled_from(cpus), min_size=1, max_size=4, unique=True))
-    config = replace(Config(), worker=(WorkerOverride("encoder", cpus=tuple(sorted(chosen))),))
+    config = Config(worker=(WorkerOverride("encoder", cpus=tuple(sorted(chosen))),))
     cores = {cpu.core for cpu in topology.cpus if cpu.id in chosen}
     try:
         plan = placement.decide(topology, config, FAMILY, ARENA)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from epdd import placement
 from epdd.errors import PlacementError
@@ -16,7 +17,7 @@ ARENA = 4 * GIB
 
 def decide(topology, *wishes, encoder="auto", pd="auto"):
     config = Config().with_values("encoder", {"workers": encoder}, "test").with_values("pd", {"workers": pd}, "test")
-    return placement.decide(topology, replace(config, worker=wishes), FAMILY, ARENA)
+    return placement.decide(topology, structs.replace(config, worker=wishes), FAMILY, ARENA)
 
 
 def seats(*args, **counts):

@@ -8,9 +8,9 @@ from epdd.errors import PlacementError
 from epdd.families import DEMO
 from epdd.fleet.placement_watcher import keep_names
 from epdd.hardware.probe import probe
-from epdd.settings import config
 from epdd.settings.config import Config
 from epdd.settings.worker_overrides import WorkerOverride
+from epdd.settings.workers import EmulationSettings
 from epdd.wire import WorkerSpec
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -20,7 +20,7 @@ def plan(profile: str = "xeon6747p-5xl40s", **settings: dict[str, object]) -> li
     values = Config()
     for section, fields in settings.items():
         values = values.with_values(section, fields, "test")
-    made = emulation.load(config.EmulationSettings(profile), TOKENIZER)
+    made = emulation.load(EmulationSettings(profile), TOKENIZER)
     assert made is not None
     return placement.plan(probe(), values, made.family(families.load(str(DEMO))), 1 << 20, made)
 
@@ -55,7 +55,7 @@ def test_more_than_the_profile_has_is_refused() -> None:
 
 
 def test_tables_of_real_seats_are_refused() -> None:
-    made = emulation.load(config.EmulationSettings("laptop"), TOKENIZER)
+    made = emulation.load(EmulationSettings("laptop"), TOKENIZER)
     with pytest.raises(PlacementError, match="tables place real workers"):
         placement.plan(probe(), Config(worker=(WorkerOverride("pd"),)), families.load(str(DEMO)), 1 << 20, made)
 

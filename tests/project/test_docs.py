@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def test_the_machine_that_a_page_describes_can_be_loaded(tmp_path, monkeypatch):
 
 
 def test_settings_that_pages_name_exist():
-    settings = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)}
+    settings = {f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__struct_fields__}
     name = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.(?!py\b|safetensors\b)\w+)[` ]")
     named = {found for path in PAGES for found in name.findall(path.read_text())}
     assert "router.slack" in named

@@ -1,6 +1,5 @@
 import re
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from epdd.errors import ConfigError
 from epdd.settings import config
 from epdd.settings.config import SECTIONS, Config
+from epdd.settings.paths import runtime_dir
 from epdd.settings.renamed import RENAMED
 from epdd.settings.worker_overrides import WorkerCount, WorkerOverride, count
 
@@ -34,7 +34,7 @@ def test_reference_file_shows_every_setting_at_its_default(tmp_path):
     assert config.from_file(Config(), bare) == Config()
     tables = tomllib.loads(bare.read_text())
     assert {name: set(table) for name, table in tables.items()} == {
-        name: {field.name for field in fields(section)} for name, section in SECTIONS.items()}
+        name: set(section.__struct_fields__) for name, section in SECTIONS.items()}
 
 
 def test_later_sources_win(no_system_file, tmp_path):
@@ -66,7 +66,7 @@ def test_texts_become_values(no_system_file):
     ("cpu:0, gpu:4", WorkerCount(4, (4, 0)))])
 def test_how_many_workers(text, found):
     workers = Config().with_values("encoder", {"workers": text}, "test").encoder.workers
-    assert count(workers, "encoder.workers") == found
+    assert count(workers) == found
 
 
 def test_workers_one_by_one(tmp_path):
@@ -104,9 +104,9 @@ def test_workers_one_by_one(tmp_path):
     ("[[worker]]\nrole = 'pd'\ncpus = '3-1'", "cpus is '3-1'; expected: like \"0-3,8\""),
     ("[[worker]]\nrole = 'pd'\ncpus = '0-99999'", "cpus is '0-99999'; expected"),
     ("[[worker]]\nrole = 'pd'\ncpus = 3", "cpus is 3; expected"), ("[[worker]]\nrole = 'pd'\nthreads = -1", "threads"),
-    ("[[worker]]\nrole = 'pd'\nnuma_node = true", "numa_node is True; a whole number from 0 expected"),
+    ("[[worker]]\nrole = 'pd'\nnuma_node = true", "numa_node is True; a whole number expected"),
     ("[pd]\nworkers = 2\n[[worker]]\nrole = 'pd'", "pd.workers is '2', and [[worker]] tables list the pd workers"),
-    ("[pd]\nmax_sequences = 0", "pd.max_sequences must be at least 1")])
+    ("[pd]\nmax_sequences = 0", "pd.max_sequences is 0; at least 1")])
 def test_bad_files_name_the_field(tmp_path, toml, words):
     file = tmp_path / "epdd.toml"
     file.write_text(toml)
@@ -180,7 +180,7 @@ def test_cache_alone_may_be_negative(no_system_file):
     ({"RUNTIME_DIRECTORY": "/run/epdd:/run/b", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/epdd"),
     ({"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/epdd"), ({}, r"/tmp/epdd-\d+")])
 def test_runtime_folder(environ, folder):
-    assert re.fullmatch(folder, str(config.runtime_dir(environ)))
+    assert re.fullmatch(folder, str(runtime_dir(environ)))
 
 
 def test_admin_socket(monkeypatch):

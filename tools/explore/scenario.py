@@ -17,7 +17,7 @@ from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Image, Placed, Request
 from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
-from epdd.settings.config import POLICIES
+from epdd.settings.workers import POLICIES
 from epdd.wire import Sampling, Tokens
 
 ROWS_A_PAGE = 16

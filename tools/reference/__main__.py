@@ -1,32 +1,31 @@
-"""Writes docs/reference/: pages made from the code, so that they cannot disagree with it.
+"""Writes docs/reference/ and etc/epdd.toml from the code, so that they cannot disagree with it.
 
-    python -m tools.reference           # write the pages
-    python -m tools.reference --check   # exit code 1 if a page is not current
+    python -m tools.reference           # write the files
+    python -m tools.reference --check   # exit code 1 if a file is not current
 
-Settings come from etc/epdd.toml, HTTP from /openapi.json, command lines from argparse, metrics from /metrics, error
+Settings come from epdd/settings, HTTP from /openapi.json, command lines from argparse, metrics from /metrics, error
 codes from epdd.errors and the places that raise them, request fields from epdd.frontend.requests.fields.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
+from tools.reference import settings
 from tools.reference.errors import error_codes
 from tools.reference.http import http
 from tools.reference.metrics import metric_list
-from tools.reference.text import escaped, note, table
+from tools.reference.text import note, table
 
 from epdd.cli import main as epdd_main
 from epdd.ctl import main as epdctl_main
 from epdd.frontend.requests import fields
 from epdd.frontend.requests.schema import ChatBody, CompletionBody
-from epdd.settings import config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -34,66 +33,33 @@ FOLDER = ROOT / "docs" / "reference"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; name the pages that are not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; name the files that are not current")
     args = parser.parse_args()
-    stale = {name: text for name, text in pages().items() if not is_current(name, text)}
-    for name, text in stale.items():
+    stale = {path: text for path, text in files().items() if not is_current(path, text)}
+    for path, text in stale.items():
         if args.check:
-            print(f"docs/reference/{name} is not current: run make reference", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is not current: run make reference", file=sys.stderr)
         else:
-            (FOLDER / name).write_text(text)
-            print(f"docs/reference/{name} written")
+            path.write_text(text)
+            print(f"{path.relative_to(ROOT)} written")
     return 1 if args.check and stale else 0
 
 
 def pages() -> dict[str, str]:
     """Every page by its file's name."""
-    made = {"settings.md": settings(), "http.md": http(), "epdd.md": epdd(), "epdctl.md": epdctl(),
+    made = {"settings.md": settings.page(), "http.md": http(), "epdd.md": epdd(), "epdctl.md": epdctl(),
             "metrics.md": metric_list(), "errors.md": error_codes(),
             "fields.md": fields.page(ChatBody.__struct_fields__, CompletionBody.__struct_fields__)}
     return {name: f"{text.strip()}\n" for name, text in made.items()}
 
 
-def is_current(name: str, text: str) -> bool:
-    return (FOLDER / name).exists() and (FOLDER / name).read_text() == text
+def files() -> dict[Path, str]:
+    """All that is written."""
+    return {FOLDER / name: text for name, text in pages().items()} | {ROOT / "etc" / "epdd.toml": settings.file()}
 
 
-# --- settings
-
-SETTINGS = """\
-# Settings
-
-A setting comes from these places. A later one wins:
-
-1. the settings file: `--config FILE`, or `/etc/epdd/epdd.toml`. `etc/epdd.toml` in the source has every setting
-2. the environment: `EPDD_SERVER_PORT=9000` sets `server.port`
-3. the command line: `--set server.port=9000`
-
-Each entry begins with the default. Sizes are in bytes, times in seconds. A reload (`epdctl reload`, `systemctl reload
-epdd` or SIGHUP) takes over `[router]`, `log.level`, `server.share_caches` and the API keys, and opens the request log
-anew. All other settings need a restart. `[[worker]]` tables, which list workers one by one, are in
-[Choose where workers run](../howto/placement.md).
-"""
-
-
-def settings() -> str:
-    """etc/epdd.toml as a page: each setting's default, what it may be, and its comment."""
-    # The comment at the top is the introduction above; the [[worker]] tables at the end have no defaults.
-    body = (ROOT / "etc" / "epdd.toml").read_text().partition("\n\n")[2].partition("\n# Workers one by one")[0]
-    parts, about, section = [note("etc/epdd.toml"), SETTINGS], [], ""
-    for line in body.splitlines():
-        if found := re.fullmatch(r"\[(\w+)\]", line):
-            section = found[1]
-            parts.append(f"## {section}\n")
-        elif found := re.fullmatch(r"#(\w+) = (.*)", line):
-            name = f"{section}.{found[1]}"
-            allowed = ", ".join(f'`"{value}"`' for value in config.CHOICES.get(name, ()))
-            parts.append(f"### {name}\n\nDefault `{found[2]}`{allowed and f', one of {allowed}'}.\n\n"
-                         f"{escaped(' '.join(about))}\n")
-            about = []
-        elif line.startswith("# "):
-            about.append(line[2:])
-    return "\n".join(parts)
+def is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
 
 
 # --- command lines

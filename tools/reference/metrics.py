@@ -13,7 +13,7 @@ from epdd.frontend.http.connections import Connections
 from epdd.ops import exposition
 from epdd.ops.metrics import RequestStats
 from epdd.ops.request_log import RequestLog
-from epdd.settings.config import ServerSettings
+from epdd.settings.service import ServerSettings
 
 HEAD = """\
 # Metrics

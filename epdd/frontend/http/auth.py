@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from epdd.errors import ConfigError, Unauthorized
-from epdd.settings.config import ServerSettings
+from epdd.settings.service import ServerSettings
 
 # Probes of load balancers and service managers carry no key, and these pages say nothing but states.  The chat page
 # asks for the key itself; its files are the same in every installation.

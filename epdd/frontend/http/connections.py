@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epdd.frontend.http import descriptors
-from epdd.settings.config import ServerSettings
+from epdd.settings.service import ServerSettings
 
 log = logging.getLogger(__name__)
 

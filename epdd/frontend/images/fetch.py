@@ -23,7 +23,7 @@ from epdd import __version__
 from epdd.errors import MediaError
 from epdd.frontend.images.addresses import Address, Allowlist, is_public
 from epdd.frontend.images.turns import Turns
-from epdd.settings.config import MediaSettings
+from epdd.settings.service import MediaSettings
 
 # What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a
 # time that grows with its square, 20 ms at this length.

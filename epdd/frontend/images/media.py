@@ -21,7 +21,7 @@ from epdd.frontend.images.byte_budget import Budget, Share
 from epdd.frontend.images.fetch import Fetcher
 from epdd.frontend.images.local_files import Folders
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import MediaSettings as Limits
+from epdd.settings.service import MediaSettings as Limits
 from epdd.wire import content_hash
 
 BACKGROUND = "white"        # what encoders paint under transparent pixels: part of the cache key

@@ -11,7 +11,7 @@ import pytest
 
 from epdd.errors import ConfigError
 from epdd.frontend.http import auth
-from epdd.settings.config import ServerSettings
+from epdd.settings.service import ServerSettings
 
 from tests.frontend.house import House, hosted
 from tests.frontend.http.test_app import envelope, raw

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from epdd.errors import MediaError
 from epdd.frontend.images.fetch import Fetcher
-from epdd.settings.config import MediaSettings as Limits
+from epdd.settings.service import MediaSettings as Limits
 
 PNG = b"\x89PNG a picture"
 

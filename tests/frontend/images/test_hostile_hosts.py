@@ -16,7 +16,7 @@ import uvloop
 
 from epdd.errors import MediaError
 from epdd.frontend.images.fetch import URL_CHARS_MAX
-from epdd.settings.config import MediaSettings
+from epdd.settings.service import MediaSettings
 
 from tests.frontend.images.image_host import PNG, Host, fault, fetching, listed, run
 
@@ -111,7 +111,7 @@ def test_lookups_have_threads_enough() -> None:
     """A name server that does not answer holds its lookup for longer than the fetch."""
     code = """if True:
         import asyncio, os, uvloop
-        from epdd.settings.config import MediaSettings
+        from epdd.settings.service import MediaSettings
         from epdd.frontend.images.fetch import Fetcher
 
         async def main():

@@ -17,7 +17,7 @@ from epdd.families import ModelInfo
 from epdd.frontend.images.local_files import Folders
 from epdd.frontend.images.media import Media
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import MediaSettings as Limits
+from epdd.settings.service import MediaSettings as Limits
 from tests.frontend.images.image_host import Host, listed, run
 from tests.frontend.images.test_media import EXECUTOR, PNG, fault, images
 

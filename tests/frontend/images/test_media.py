@@ -17,7 +17,7 @@ from epdd.errors import BadRequest, MediaError
 from epdd.families import ModelInfo
 from epdd.frontend.images.media import Media, data_url
 from epdd.frontend.requests.messages import ImageRef
-from epdd.settings.config import MediaSettings as Limits
+from epdd.settings.service import MediaSettings as Limits
 
 from tests.frontend.images.test_image_header import bomb
 

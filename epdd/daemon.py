@@ -177,14 +177,14 @@ class Daemon:
         self._cache = EncoderCache(arena_bytes, arena_bytes if cache < 0 else cache)
         self._supervisor = Supervisor(specs, arena.create(arena_bytes, reserved_pages), settings.fleet,
                                       ForkServer(preload_modules(family.model_type, emulated)), self._changed)
-        self._seating = PlacementWatcher(self._supervisor, plan)
+        self._placement_watcher = PlacementWatcher(self._supervisor, plan)
         self._admission = Admission(settings.server.max_requests, self._supervisor, self._cache, family)
         self._history = History()
         self._encoding = Encoding(self._supervisor, self._cache, settings, family, self._history)
         self._pipeline = Pipeline(self._supervisor, self._cache, self._encoding, self._admission, self._history)
         self._keys = Keys(settings.server)
         stats = self._stats = RequestStats(request_log=_request_log(settings.log))
-        self._status = Status(settings, family, name, self._supervisor, self._seating, self._cache,
+        self._status = Status(settings, family, name, self._supervisor, self._placement_watcher, self._cache,
                               self._encoding, self._admission, stats, label)
         self._context = Context(
             config=settings, family=family, prompts=found.prompts, model_name=name, created=int(time.time()),
@@ -214,7 +214,7 @@ class Daemon:
             self._supervisor.start()
             self._terminal.show(self._supervisor.workers)
             self._background |= {asyncio.create_task(part) for part in
-                                 (self._report(), self._feed_watchdog(), self._seating.watch())}
+                                 (self._report(), self._feed_watchdog(), self._placement_watcher.watch())}
             await self._stop.wait()
             await self._drain()
         finally:
@@ -309,7 +309,7 @@ class Daemon:
         self._reopen()
         self._route(fresh.router)
         # CPUs may have come or gone; settings of placement are those of the start.
-        look = asyncio.create_task(self._seating.look(plan_anew=True))
+        look = asyncio.create_task(self._placement_watcher.check(plan_anew=True))
         self._background.add(look)
         look.add_done_callback(self._background.discard)
         logger.info("reloaded level=%s", fresh.log.level)
@@ -383,6 +383,6 @@ class Daemon:
         """Tell systemd we are alive, from the loop that serves and only while no worker is stuck."""
         interval = systemd.watchdog_interval()
         while interval:
-            if self._supervisor.silence.progressing:
+            if self._supervisor.stall_detector.progressing:
                 systemd.notify(WATCHDOG="1")
             await asyncio.sleep(interval)

@@ -60,8 +60,8 @@ class WorkerSpec:
     emulated: EmulatedWorker | None = None  # how its time passes; None: a real worker
 
     @property
-    def seat(self) -> tuple[str, tuple[int, ...], int | None, int]:
-        """Where it sits: what cannot change while it runs."""
+    def placement(self) -> tuple[str, tuple[int, ...], int | None, int]:
+        """Where the worker runs: device, CPUs, NUMA node, threads.  A change needs a new process."""
         return self.device, self.cpus, self.numa_node, self.threads
 
 

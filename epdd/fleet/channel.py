@@ -1,7 +1,7 @@
-"""The daemon's end of a worker's socket: hands work over, sorts what comes back, cancels.
+"""The daemon's end of a worker's socket: hands work over, routes answers to it, cancels.
 
 A `Work` ends exactly once: by its last message, or by `fail` after the process has exited.  Until then the
-worker may still touch the work's leases, so whoever holds them for it lets go in `on_end`.
+worker may still touch the work's leases, so they are released in `on_end` and not before.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from epdd.wire import (Cancel, Cancelled, CloseArena, Done, Encode, Encoded, Fai
 log = logging.getLogger(__name__)
 
 WorkEvent = Encoded | Prefilled | Tokens | Done | Failed | Cancelled | EpddError
-Report = Loading | Ready | Heartbeat | Opened | Failed       # of no work
+Report = Loading | Ready | Heartbeat | Opened | Failed       # messages that belong to no work
 LAST = (Encoded, Done, Failed, Cancelled, EpddError)
 ANSWERS = {Encode: (Encoded, Failed, Cancelled), Generate: (Prefilled, Tokens, Done, Failed, Cancelled)}
 
 
 class Work:
-    """Something handed to a worker and not yet ended."""
+    """A message handed to a worker, until its last answer."""
 
     def __init__(self, channel: "Channel", message: Encode | Generate, cost: int, expected_s: float,
                  sink: Callable[[WorkEvent], None]) -> None:
         self.id = message.id
-        self.answers = ANSWERS[type(message)]   # what a worker may say to it
-        self.cost = cost                    # patches, or tokens to prefill and decode; who gave it may lower it
-        self.expected_s = expected_s        # its longest step, by the worker's own measure
+        self.answers = ANSWERS[type(message)]   # messages that may answer it
+        self.cost = cost                    # patches, or tokens to prefill and decode; the caller may lower it
+        self.expected_s = expected_s        # its longest step, by the worker's time model
         self.ended = False
         self._channel = channel
         self._sink = sink
@@ -53,30 +53,30 @@ class Work:
             self._channel.send(Cancel(self.id))
 
     def mute(self) -> None:
-        """Nobody listens any more; `on_end` still runs."""
+        """Drop further events; `on_end` still runs."""
         self._sink = _ignore
 
     def give_up(self, error: EpddError) -> None:
-        """Tell who waits; the leases stay held until the work ends."""
-        self._tell(error)
+        """Fail the work for its caller; the leases stay held until the work ends."""
+        self._emit(error)
         self.mute()
 
     def deliver(self, event: WorkEvent) -> None:
-        """An event for this work, from the channel alone."""
-        # The sink first: it decides what becomes of a lease before the holds on it are let go.
+        """Pass an event on.  Only the channel calls this."""
+        # The sink first: it decides what becomes of a lease before `on_end` releases it.
         last = isinstance(event, LAST)
         self.ended = self.ended or last
-        self._tell(event)
+        self._emit(event)
         if last:
             for call in self._on_end:
                 call()
 
-    def _tell(self, event: WorkEvent) -> None:
+    def _emit(self, event: WorkEvent) -> None:
         try:
             self._sink(event)
         except Exception:
-            # A bug of ours: it must not keep the leases, nor the other works of a lost worker from ending.
-            log.exception("%s was not taken by work %s", type(event).__name__, self.id)
+            # A bug in the sink must not keep the leases held, nor keep other work of a lost worker from ending.
+            log.exception("handling %s of work %s failed", type(event).__name__, self.id)
 
 
 def _ignore(event: WorkEvent) -> None:
@@ -84,10 +84,10 @@ def _ignore(event: WorkEvent) -> None:
 
 
 class _FrameReader(asyncio.Protocol):
-    """Takes a worker's messages as their bytes come, without a task between."""
+    """Calls `take` with each of a worker's messages as its bytes arrive, without a task in between."""
 
     def __init__(self, take: Callable[[FromWorker], None], ended: asyncio.Future[None]) -> None:
-        """`ended` is done at the end of the stream, or has the error that ended the reading: then no more is taken."""
+        """`ended` is done at the end of the stream, or has the error that ended the reading."""
         self._take, self.ended = take, ended
         self._frames = FrameBuffer(from_worker)
 
@@ -118,13 +118,13 @@ class Channel:
         self._failed: EpddError | None = None
 
     async def read(self, on_message: Callable[[Report], None]) -> None:
-        """Serve the socket until its end.  Messages that belong to no work go to `on_message`.
+        """Read the socket to its end.  Messages that belong to no work go to `on_message`.
 
-        Returns at end of stream; raises ProtocolError on a malformed or unexpected message.
+        Raises ProtocolError on a malformed or unexpected message.
         """
         def take(message: FromWorker) -> None:
             self.last_heard = time.monotonic()
-            self._sort(message, on_message)
+            self._route(message, on_message)
 
         loop = asyncio.get_running_loop()
         reading = _FrameReader(take, loop.create_future())
@@ -134,7 +134,7 @@ class Channel:
         finally:
             reading.ended.cancel()
 
-    def _sort(self, message: FromWorker, on_message: Callable[[Report], None]) -> None:
+    def _route(self, message: FromWorker, on_message: Callable[[Report], None]) -> None:
         if isinstance(message, (Loading, Ready, Heartbeat, Opened)) or (isinstance(message, Failed) and not message.id):
             on_message(message)
             return
@@ -151,7 +151,7 @@ class Channel:
               sink: Callable[[WorkEvent], None]) -> Work:
         """Hand work over; its events go to `sink`, in order, in the event loop.
 
-        The socket's buffer is bounded by what dispatch hands over: a few images or one prompt a request.
+        The socket's buffer needs no limit of its own: dispatch hands over a few images or one prompt a request.
         """
         assert message.id not in self.works, "work ids are unique"
         if self._failed is not None:
@@ -175,18 +175,18 @@ class Channel:
 
     @property
     def expected_s(self) -> float:
-        """The longest step of the work in flight: for so long no beat can come."""
+        """The longest step of the work in flight, during which no heartbeat can come."""
         return max((work.expected_s for work in self.works.values()), default=0.0)
 
     def close(self) -> None:
-        """Hang up: a living worker takes it as the order to exit."""
+        """Close the socket: a living worker exits when it sees that."""
         if self._transport is not None:
             self._transport.close()
         else:
             self._sock.close()
 
     def give_up(self, error: EpddError) -> None:
-        """The process was killed and is not gone: nobody shall wait for it, but it may still touch its leases."""
+        """Fail all work of a process that was killed and has not exited: it may still touch its leases."""
         self._failed = error
         for work in list(self.works.values()):
             work.give_up(error)

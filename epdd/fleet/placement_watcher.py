@@ -1,7 +1,7 @@
 """Keeps each worker where a plan made now would put it, and bound there.
 
-Notices that CPUs or memory nodes came or went (a cgroup's cpuset, a CPU switched off) and that something else
-moved a worker's threads.  What goes where is the plan's word, that workers move is the supervisor's work.
+Plans anew when CPUs or memory nodes come or go (a cgroup's cpuset, a CPU switched off), and binds threads again that
+something else moved.  `placement` decides where workers run, the supervisor moves them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from epdd.wire import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0                # between two looks; one costs a system call a thread
-CHANGES_MAX = 20            # shown by status
+CHECK_INTERVAL_S = 5.0      # a check costs one system call a thread
+CHANGES_MAX = 20            # that `epdctl status` shows
 
 
 class PlacementWatcher:
@@ -32,40 +32,40 @@ class PlacementWatcher:
     def __init__(self, supervisor: Supervisor, plan: Callable[[], list[WorkerSpec]]) -> None:
         self._supervisor = supervisor
         self._plan = plan
-        self._allowed = _allowed()          # what the plan in force was made for
+        self._allowed = _allowed()          # CPUs and nodes of the plan in force
         self._planning = asyncio.Lock()
-        self.error = ""                     # why there is no plan for what is there now
-        self.changes: list[str] = []        # the last ones, for people
+        self.error = ""                     # why planning failed; empty: it did not
+        self.changes: list[str] = []        # the last CHANGES_MAX, as text
 
     async def watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             try:
-                await self.look()
-            except Exception:
-                log.exception("the look at the workers' seats failed")      # a bug of ours: the next look may do better
+                await self.check()
+            except Exception:       # a bug of ours; the next check may succeed
+                log.exception("checking the workers' placement failed")
 
-    async def look(self, plan_anew: bool = False) -> None:
-        """Act on what has changed; `plan_anew` also where nothing seems to have."""
+    async def check(self, plan_anew: bool = False) -> None:
+        """Plan if CPUs or memory nodes have changed, or if `plan_anew`; then bind threads that were moved."""
         async with self._planning:
             allowed = _allowed()
-            if not allowed[1]:      # /proc cannot be read: out of descriptors, say
+            if not allowed[1]:      # /proc cannot be read, for example for lack of file descriptors
                 allowed = allowed[0], self._allowed[1]
             if allowed != self._allowed:
                 log.warning("epdd may use CPUs %s, memory of NUMA nodes %s; it was CPUs %s, NUMA nodes %s",
                             *map(ranges, (*allowed, *self._allowed)))
             if plan_anew or allowed != self._allowed:
                 self._allowed = allowed
-                await self._reseat()
+                await self._replan()
         for worker in list(self._supervisor.workers):
-            self._hold(worker)
+            self._rebind(worker)
 
-    async def _reseat(self) -> None:
+    async def _replan(self) -> None:
         try:
             specs = await asyncio.get_running_loop().run_in_executor(None, self._plan)
         except StartupError as error:
             self.error = error.message
-            log.error("the workers stay where they are: %s", error.message)
+            log.error("workers stay where they are, no new plan: %s", error.message)
             return
         self.error = ""
         changes = self._supervisor.reconcile(keep_names([worker.spec for worker in self._supervisor.workers], specs))
@@ -73,13 +73,13 @@ class PlacementWatcher:
             log.warning("%s", change)
         self.changes = [*self.changes, *changes][-CHANGES_MAX:]
 
-    def _hold(self, worker: Worker) -> None:
-        """Put back threads that something else moved: the kernel too, whenever a cpuset changes.
+    def _rebind(self, worker: Worker) -> None:
+        """Bind threads again that something else moved; the kernel moves them when a cpuset changes.
 
-        Compared with what could be bound at the start, so that a binding that is denied is not tried for ever.
+        Compares with the CPUs that could be bound at the start: a binding that was denied then is not tried again.
         """
         if worker.process is None or worker.ready is None or worker.restarting or worker.spec.emulated is not None:
-            return      # what is emulated is bound to nothing
+            return      # an emulated worker is bound to nothing
         pid, bound = worker.process.pid, set(worker.ready.binding.cpus)
         strays = [tid for tid, cpus in binding.threads(pid).items() if not cpus <= bound or tid == pid and cpus < bound]
         if strays:
@@ -92,19 +92,19 @@ class PlacementWatcher:
         process = binding.folder(pid)
         readable, nodes = binding.policy(process)[0] != "", binding.memory_nodes(process)
         if readable and nodes != worker.ready.binding.mem_nodes:
-            # A memory policy can be set from inside only, and pages lie where they were first touched.
-            log.warning("%s memory binding lost nodes=%s, it starts again", worker.name, ranges(nodes) or "any")
+            # Only the process itself can set its memory policy, and its pages stay where they were first touched.
+            log.warning("%s memory binding lost nodes=%s, restarting it", worker.name, ranges(nodes) or "any")
             self._supervisor.restart(worker.name)
 
 
 def keep_names(now: Iterable[WorkerSpec], wanted: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-    """`wanted`, each that sits where one sits now under that one's name: so it is not taken for moved."""
+    """`wanted`, renamed so that a worker with the placement of a present one has its name and is left alone."""
     names: dict[tuple[object, ...], list[str]] = {}
     for spec in now:
-        names.setdefault((spec.role, *spec.seat), []).append(spec.name)
+        names.setdefault((spec.role, *spec.placement), []).append(spec.name)
     kept, others = [], []
     for spec in wanted:
-        same = names.get((spec.role, *spec.seat))
+        same = names.get((spec.role, *spec.placement))
         if same:
             kept.append(replace(spec, name=same.pop(0)))
         else:

@@ -21,10 +21,10 @@ from multiprocess import process as processes
 from epdd.emulation import Emulation
 from epdd.wire import WorkerSpec
 
-KILLED_BY_US_S = 5.0        # a worker that ignores terminate for so long is killed
-STATE, FLAGS, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS = 0, 6, 9, 11, 12     # of /proc/PID/stat, by `_stat`
-PF_EXITING = 4              # in the flags
-KILL_WAIT_S = 1.0           # for the kernel to end what was killed: milliseconds unless a device holds it
+STOP_TIMEOUT_S = 5.0        # from terminate to kill
+STATE, FLAGS, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS = 0, 6, 9, 11, 12     # indices of `_stat`
+PF_EXITING = 4              # a bit of FLAGS
+KILL_WAIT_S = 1.0           # a killed process exits within milliseconds unless a driver blocks it
 
 
 class _Descriptor:
@@ -48,29 +48,26 @@ class ForkServer:
         self._context.set_forkserver_preload(preload)
 
     async def spawn(self, spec: WorkerSpec, worker_end: socket.socket, arena_fd: int) -> "Process":
-        """Fork a worker.  Waits until the fork server has its imports done; raises OSError."""
+        """Fork a worker; waits for the fork server's imports.  Raises OSError."""
         target = import_module(self._target).main
         process = self._context.Process(target=target, name=spec.name, daemon=True,
                                         args=(spec, _Descriptor(worker_end.fileno()), _Descriptor(arena_fd)))
-        # start() blocks until the fork server answers, which at the first time is seconds.
+        # start() blocks until the fork server answers: seconds for the first worker.
         await asyncio.get_running_loop().run_in_executor(None, _start, process)
-        # Off multiprocess's list: the next start, in another thread, would look for an exit code there too,
-        # and only one of two readers gets it.
+        # Off multiprocess's list: the next start, in another thread, would read exit codes of the processes there,
+        # and an exit code can be read only once.
         processes._children.discard(process)
         return Process(process)
 
     @property
     def pid(self) -> int | None:
-        """None: none runs."""
-        # multiprocess has no public way.
+        """None: no fork server runs."""
+        # multiprocess has no public name for it.
         return getattr(forkserver._forkserver, "_forkserver_pid", None)
 
     def stop(self) -> None:
-        """End the fork server, also in the middle of its imports; its children are not touched.
-
-        The next spawn starts another.
-        """
-        # By signal: any other way would wait for torch to be loaded.
+        """End the fork server, even during its imports; its children live on, and the next spawn starts another."""
+        # By signal: any other way would wait until torch is imported.
         pid = self.pid
         if pid is None:
             return
@@ -79,7 +76,7 @@ class ForkServer:
         except ProcessLookupError:
             return
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        # Until it is gone multiprocess would send it the next spawn.
+        # While it exists, multiprocess would send it the next spawn.
         gone = select.poll()
         gone.register(pidfd, select.POLLIN)
         gone.poll(KILL_WAIT_S * 1000)
@@ -87,15 +84,15 @@ class ForkServer:
 
 
 def _start(process: Any) -> None:
-    """Start it, in a thread of the executor."""
-    # Blocked here they are blocked in what this thread starts, over fork and exec.  A closed terminal, or a signal to
-    # all processes of the service (`systemctl kill`), is for the daemon, whose main thread takes it.
+    """Start a process, in a thread of the executor."""
+    # Children inherit the mask, over fork and exec.  The daemon's main thread handles the signals of a closed terminal
+    # or of `systemctl kill`.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
     process.start()
 
 
 def preload_modules(model_type: str, emulation: Emulation | None = None) -> list[str]:
-    """What the fork server imports once, by name: the daemon itself imports none of it."""
+    """Modules that the fork server imports once, by name: the daemon itself imports none of them."""
     if emulation is not None and not emulation.needs_torch:
         return ["epdd.worker.emulated.encoder", "epdd.worker.emulated.prefill_decode", "epdd.worker.process.affinity"]
     return ["epdd.worker.preload", f"transformers.models.{model_type}.modeling_{model_type}"]
@@ -107,7 +104,7 @@ class Process:
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
-        self.killed_at: float | None = None     # of the monotonic clock
+        self.killed_at: float | None = None     # time.monotonic()
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -133,7 +130,7 @@ class Process:
         return 255 if code is None else int(code)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal unless the process is gone; never reaches a process that took over its pid."""
+        """Send a signal unless the process is gone; never reaches another process with the same pid."""
         if self._pidfd is not None:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -153,11 +150,11 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def effort(pid: int) -> tuple[int, int] | None:
-    """What the kernel has seen all threads of a process do so far: (ticks of CPU, pages that a disk had to bring).
+def progress_counters(pid: int) -> tuple[int, int] | None:
+    """(CPU ticks, major page faults) of all threads of a process so far.
 
-    None while one of them runs or waits for a CPU, and when the process is gone.  A process whose numbers stay the
-    same stands still: it is stopped, or waits inside a system call for something that does not come.
+    None while one of them runs or waits for a CPU, and when the process is gone.  If the numbers stay the same, the
+    process makes no progress: it is stopped, or blocked in a system call.
     """
     try:
         states = [_stat(f"/proc/{pid}/task/{thread}")[STATE] for thread in os.listdir(f"/proc/{pid}/task")]
@@ -175,9 +172,9 @@ def _stat(folder: str) -> list[str]:
 
 
 def leaving(pid: int) -> bool:
-    """Whether a process has begun to end, or is gone.
+    """Whether a process has begun to exit, or is gone.
 
-    The kernel sets the flag before it takes anything from the process, GPU memory too; the pidfd tells only after that.
+    The kernel sets the flag before it frees the process's memory, on GPUs too; the pidfd becomes readable after that.
     """
     try:
         fields = _stat(f"/proc/{pid}")
@@ -187,7 +184,7 @@ def leaving(pid: int) -> bool:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process, or None if it is gone."""
+    """Resident memory of a process; None if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -22,9 +22,9 @@ RATE_WINDOW_S = 10.0
 class State(enum.Enum):
     STARTING = "STARTING"       # forked or about to be; loading
     READY = "READY"
-    DRAINING = "DRAINING"       # finishes what it has, takes nothing new
-    GONE = "GONE"               # between death and restart
-    FAILED = "FAILED"           # given up: died again and again, or cannot start
+    DRAINING = "DRAINING"       # finishes its work, takes no new work
+    GONE = "GONE"               # between exit and restart
+    FAILED = "FAILED"           # given up: died fleet.max_failures times in a row, or cannot start
 
 
 class DecayRate:
@@ -44,7 +44,7 @@ class DecayRate:
 
 
 class Worker:
-    """State changes come from the supervisor alone; dispatch reads them and calls `start`."""
+    """Only the supervisor changes the state; dispatch reads it and calls `start`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -53,29 +53,29 @@ class Worker:
         self.state = State.STARTING
         self.process: Process | None = None
         self.channel: Channel | None = None
-        self.ready: Ready | None = None         # of the living process
-        self.was_ready = False                  # ever
-        self.ready_at = 0.0                     # when the living process was ready
-        self.arenas: dict[int, str] = {}        # the living process's answers: "" or why it cannot use an arena
-        self.warm_up_s = 0.0                    # how long its warm-up took: a PD worker's is one full step
+        self.ready: Ready | None = None         # of the present process
+        self.was_ready = False                  # this process or an earlier one
+        self.ready_at = 0.0                     # when the present process was ready
+        self.arenas: dict[int, str] = {}        # arena -> "" or why the present process cannot use it
+        self.warm_up_s = 0.0                    # a PD worker's warm-up is one full step
         self.loading = Loading("queued", 0.0)
-        self._stage_at = 0.0                    # when that stage began
-        self.beat = Heartbeat(0)
-        self.hurry = asyncio.Event()            # set: start again without waiting any longer
-        self.restarting = False                 # we ended the process ourselves: an operator's wish or another seat
-        self.wanted = True                      # False: no seat for it any more; it goes when its process has
-        self.drained = False                    # an operator took it out of rotation; outlives the process
-        self.began = time.monotonic()           # of the last start
+        self._stage_at = 0.0                    # when this stage of loading began
+        self.heartbeat = Heartbeat(0)
+        self.retry_now = asyncio.Event()        # set: end the backoff
+        self.restarting = False                 # the daemon ended the process: `epdctl restart`, or another placement
+        self.wanted = True                      # False: no placement for it; it is removed when its process has exited
+        self.drained = False                    # by `epdctl drain`; outlives the process
+        self.began = time.monotonic()           # when the last start began
         self.restarts = 0
-        self.done = 0                           # works ended well
+        self.done = 0                           # works that ended without an error
         self.failed = 0
         self.rate = DecayRate()                      # images or tokens a second
-        self.fault = ""                         # what is known to be wrong with the living process
-        self.last_error = ""                    # how the last one ended; kept when the next is well
+        self.fault = ""                         # what is wrong with the present process
+        self.last_error = ""                    # why the last process ended; kept when the next is ready
 
     @property
     def kind(self) -> str:
-        """The pool it belongs to: "cpu" or "gpu"."""
+        """"cpu" or "gpu"."""
         return "cpu" if self.spec.device == "cpu" else "gpu"
 
     @property
@@ -84,12 +84,12 @@ class Worker:
 
     @property
     def comes_back(self) -> bool:
-        """It takes work, or will without an operator's word."""
+        """It takes work, or will again without an operator's command."""
         return self.takes_work or (self.wanted and not self.drained and self.state is not State.FAILED)
 
-    def loads(self, message: Loading) -> None:
+    def on_loading(self, message: Loading) -> None:
         """Progress before Ready."""
-        # A line a quarter of the weights: the journal shows progress, not each step of it.
+        # A log line for each quarter of the weights, not for each message.
         quarters = [(loading.stage, int(loading.done * 4)) for loading in (message, self.loading)]
         if message.stage == "weights" and quarters[0] != quarters[1]:
             log.info("%s loading stage=%s done=%.0f%%", self.name, message.stage, 100 * message.done)
@@ -97,19 +97,19 @@ class Worker:
             self._stage_at = time.monotonic()
         self.loading = message
 
-    def is_ready(self, message: Ready) -> None:
-        """The end of the warm-up, which is the last stage."""
+    def on_ready(self, message: Ready) -> None:
+        """The warm-up, the last stage of loading, is done."""
         self.ready, self.was_ready, self.ready_at = message, True, time.monotonic()
         self.warm_up_s = self.ready_at - self._stage_at
 
-    def opened(self, message: Opened) -> None:
-        """Whether the process can use an arena that it was told of."""
+    def on_opened(self, message: Opened) -> None:
+        """The process has opened an arena, or could not."""
         self.arenas[message.arena] = message.error
         log.log(logging.WARNING if message.error else logging.DEBUG, "%s arena=%s %s", self.name, message.arena,
                 message.error or "can be used")
 
-    def was_well(self, seconds: float) -> bool:
-        """Whether the process, living or just dead, has been ready for so long."""
+    def was_ready_for(self, seconds: float) -> bool:
+        """Whether the last process was ready for at least `seconds`."""
         return self.ready is not None and time.monotonic() - self.ready_at >= seconds
 
     @property
@@ -122,10 +122,7 @@ class Worker:
 
     def start(self, message: Encode | Generate, raw: bytes, cost: int, expected_s: float,
               sink: Callable[[WorkEvent], None]) -> Work:
-        """Hand over work whose longest step should take `expected_s`.
-
-        Raises WorkerLost if the process is on its way out.
-        """
+        """Hand over work whose longest step should take `expected_s`.  Raises WorkerLost if the process is exiting."""
         if self.channel is None or self.state not in (State.READY, State.DRAINING):
             raise WorkerLost(f"{self.name} is {self.state.value}")
         return self.channel.start(message, raw, cost, expected_s, sink)

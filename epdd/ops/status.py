@@ -38,14 +38,14 @@ class Status:
     """Knows where each number lives."""
 
     def __init__(self, config: Config, family: ModelInfo, model_name: str, supervisor: Supervisor,
-                 seating: PlacementWatcher,
+                 placement_watcher: PlacementWatcher,
                  cache: EncoderCache, encoding: Encoding, admission: Admission, stats: RequestStats,
                  emulated: dict[str, Any] | None = None) -> None:
         self._config = config
         self._family = family
         self._model_name = model_name
         self._supervisor = supervisor
-        self._seating = seating
+        self._placement_watcher = placement_watcher
         self._encoder_cache = cache
         self._encoding = encoding
         self._admission = admission
@@ -60,8 +60,8 @@ class Status:
         """"starting", "ready", "degraded", "draining" or "failed", and why it is not "ready"."""
         workers = self._supervisor.workers
         why = [_why(worker) for worker in workers if worker.state is not State.READY]
-        if self._seating.error:
-            why.append(f"workers stay where they were placed: {self._seating.error}")
+        if self._placement_watcher.error:
+            why.append(f"workers stay where they were placed: {self._placement_watcher.error}")
         if self._admission.draining:
             return "draining", why
         roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
@@ -75,7 +75,7 @@ class Status:
 
     def states(self) -> States:
         """For probes, which anybody may send at any rate: nothing is read from the system, and nothing made twice."""
-        key = (self._admission.draining, bool(self._seating.error),
+        key = (self._admission.draining, bool(self._placement_watcher.error),
                *((worker, worker.state, worker.was_ready) for worker in self._supervisor.workers))
         if key != self._key:
             self._key = key
@@ -103,7 +103,7 @@ class Status:
             "emulated": self._emulated,     # null: the devices are real
             "listen": {"host": self._config.server.host, "port": self.port},
             "workers": [self._worker(worker) for worker in self._supervisor.workers],
-            "placement": {"changes": self._seating.changes, "error": self._seating.error},
+            "placement": {"changes": self._placement_watcher.changes, "error": self._placement_watcher.error},
             "router": self.router(), "arena": self._arena(), "cache": self._cache(),
             "transport": {"pairs": self._encoding.transport.pairs(), "pools": self._encoding.transport.pools()},
             "poison": asdict(self._encoding.crashes.counts) | {"entries": self._encoding.crashes.entries},
@@ -137,10 +137,11 @@ class Status:
             "parameters": ready.parameters if ready else None,
             "backend": (ready.backend or None) if ready else None,
             "trials": [msgspec.to_builtins(trial) for trial in ready.trials] if ready else None,
-            "kv_used": worker.beat.kv_used if worker.role == "pd" else None,
-            "kv_cached": worker.beat.kv_cached if worker.role == "pd" else None,
+            "kv_used": worker.heartbeat.kv_used if worker.role == "pd" else None,
+            "kv_cached": worker.heartbeat.kv_cached if worker.role == "pd" else None,
             "kv_tokens": ready.kv_tokens if ready and worker.role == "pd" else None,
-            "running": worker.beat.running, "waiting": worker.beat.waiting, "preempted": worker.beat.preempted,
+            "running": worker.heartbeat.running, "waiting": worker.heartbeat.waiting,
+            "preempted": worker.heartbeat.preempted,
             "last_error": worker.last_error,
         }
 

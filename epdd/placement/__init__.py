@@ -1,10 +1,12 @@
 """Which worker runs where: topology and settings in, worker specs out.  Pure; nothing is started or bound.
 
-The machine is seen as domains: NUMA nodes that have CPUs and memory, each with its free physical cores
-(`domains.py`).  The roles and counts become seats (`counts.py`), each seat gets a domain and whole cores of it, so
-that its memory is local (`assignment.py`), and the sizes that all share are filled in (`sizes.py`), then what each
-takes of its GPU's memory (`memory.py`).  Of a core with hyperthreads only one logical CPU is used: a second thread on
-it would slow the first, and the siblings are left to the daemon.  Every step says why; `explain.py` makes text of it.
+Five steps, each with its reasons, which `explain.py` prints:
+`domains.py` lists the NUMA nodes that have CPUs and memory, with their free physical cores;
+`counts.py` decides how many workers of each role there are, on GPUs and on CPUs;
+`assignment.py` gives each worker a domain and whole cores of it, so that its memory is local;
+`sizes.py` sets arena slices and KV cache sizes; `memory.py` divides each GPU's memory.
+
+A core with hyperthreads counts once: a second thread would slow the first.  The daemon may use the siblings.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ def decide(topology: Topology, config: Config, family: ModelInfo, arena_bytes: i
     if emulation is not None:
         return Plan(*emulated.decide(emulation, config, family, arena_bytes))
     asked = assignment.asked(topology, config.worker)
-    parts, why = domains.read(topology, {cpu for seat in asked for cpu in seat.cpus})
+    parts, why = domains.read(topology, {cpu for worker in asked for cpu in worker.cpus})
     decided, more = counts.decide(topology, config, len(parts), asked)
     made = assignment.fill(topology, [*asked, *decided], parts)
     specs = sizes.specs(made, topology, config, family, arena_bytes)
     specs, gpus = memory.divide(specs, topology, config, family)
     why += [*more, sizes.dtype_reason(topology, config), *domains.kept(parts), *gpus]
     why += domains.unused(topology, {spec.numa_node for spec in specs})
-    return Plan(specs, why + [f"{spec.name} ({spec.device}): {seat.why}" for spec, seat in zip(specs, made)])
+    return Plan(specs, why + [f"{spec.name} ({spec.device}): {worker.why}" for spec, worker in zip(specs, made)])

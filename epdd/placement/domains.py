@@ -1,4 +1,4 @@
-"""Where workers can sit: NUMA nodes with CPUs and memory, and their free physical cores."""
+"""Where workers can run: NUMA nodes with CPUs and memory, and their free physical cores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DAEMON_CORES_FROM = 8       # cores a machine must have before one is kept free 
 @dataclass
 class Domain:
     node: int | None            # None: no NUMA node; memory is not bound
-    fast: list[int]             # one logical CPU of each free core; on hybrid processors of the performance cores
-    slow: list[int]             # of the efficiency cores
-    daemon_core: int | None = None      # kept for the daemon while the workers can spare it
+    fast: list[int]             # one logical CPU of each free core; on hybrid processors, performance cores only
+    slow: list[int]             # likewise of efficiency cores
+    daemon_core: int | None = None      # kept free for the daemon, unless the workers need it
 
     @property
     def cores(self) -> int:
@@ -40,10 +40,10 @@ class Domain:
 
 
 def read(topology: Topology, taken: Collection[int]) -> tuple[list[Domain], list[str]]:
-    """NUMA nodes with CPUs and memory, ascending; without any, all CPUs together and memory unbound.
+    """The domains, by NUMA node, and the reasons for what is left out.
 
-    `taken` CPUs belong to workers whose CPUs the operator chose: their cores are in no domain.
-    Also the reasons for what is left out.
+    If no NUMA node has CPUs and memory, one domain holds all CPUs, and memory is not bound.  `taken` CPUs belong to
+    workers whose [[worker]] tables name them: their cores are in no domain.  Raises PlacementError without a CPU.
     """
     if not topology.cpus:
         raise PlacementError("there is no CPU that this process may use; at least one is needed")
@@ -61,9 +61,9 @@ def read(topology: Topology, taken: Collection[int]) -> tuple[list[Domain], list
                           [cpu.id for cpu in cpus if cpu.kind == EFFICIENCY])]
     why = _why(topology, domains, lost)
     domains = _within_quota(topology, domains, len(lost), why)
-    seated = {cpu for domain in domains for cpu in (*domain.fast, *domain.slow)}
-    orphans = topology.cpu_quota is None and {cpu.id for cpu in cpus} - seated      # enough for the daemon
-    if not orphans and len(seated) >= DAEMON_CORES_FROM and domains[0].cores > 1:
+    placed = {cpu for domain in domains for cpu in (*domain.fast, *domain.slow)}
+    orphans = topology.cpu_quota is None and {cpu.id for cpu in cpus} - placed      # enough for the daemon
+    if not orphans and len(placed) >= DAEMON_CORES_FROM and domains[0].cores > 1:
         slow = domains[0].slow
         domains[0].daemon_core = slow.pop(0) if slow else domains[0].fast.pop(0)
     return domains, why
@@ -90,9 +90,9 @@ def _why(topology: Topology, domains: list[Domain], lost: Collection[int]) -> li
 
 
 def _within_quota(topology: Topology, domains: list[Domain], lost: int, why: list[str]) -> list[Domain]:
-    """No more cores than the cgroup grants time for.
+    """The domains, cut to the number of cores that the cgroup's quota pays for.
 
-    With more, all threads run at first and then all stand still until the next period begins.
+    With more cores, all threads would use up the quota early in each period and then stop until the next one.
     """
     if topology.cpu_quota is None:
         return domains
@@ -111,7 +111,7 @@ def _within_quota(topology: Topology, domains: list[Domain], lost: int, why: lis
 
 
 def kept(domains: list[Domain]) -> list[str]:
-    """The core that is free for the daemon."""
+    """Which core is kept free for the daemon, and why."""
     return [f"CPU {domain.daemon_core} is kept for the daemon: there are {DAEMON_CORES_FROM} cores or more"
             for domain in domains if domain.daemon_core is not None]
 
@@ -142,7 +142,7 @@ def _fault(node: NumaNode, topology: Topology) -> str:
 
 
 def refuse(asked: int, topology: Topology) -> PlacementError:
-    """For a worker that is to sit on a NUMA node where none can."""
+    """The error for a worker that is asked to run on a NUMA node where none can."""
     found = [node for node in topology.nodes if node.id == asked]
     usable = ranges(node.id for node in topology.nodes if node.has_memory
                     and any(cpu.node == node.id for cpu in topology.cpus))

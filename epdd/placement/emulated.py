@@ -1,4 +1,4 @@
-"""The workers of an emulated fleet: those of its profile, bound to nothing, whatever this machine has."""
+"""The workers of an emulated fleet: its profile lists them; they are bound to no CPU or GPU of this machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def decide(emulation: Emulation, config: Config, family: ModelInfo,
            arena_bytes: int) -> tuple[list[WorkerSpec], list[str]]:
     """Specs, encoders first, both in the profile's order, and why.
 
-    `encoder.workers` and `pd.workers` leave workers out ("gpu:1" leaves the CPUs out).  Raises PlacementError where
-    they ask for more than the profile has, or where [[worker]] tables ask for real seats.
+    `encoder.workers` and `pd.workers` leave workers out ("gpu:1" leaves the CPUs out).  Raises PlacementError if they
+    ask for more than the profile has, or if there are [[worker]] tables, which place real workers.
     """
     profile = emulation.profile
     if config.worker:
@@ -44,7 +44,7 @@ def decide(emulation: Emulation, config: Config, family: ModelInfo,
 
 
 def _chosen(groups: Sequence[G], workers: Workers, role: str) -> list[G]:
-    """The group of each worker that shall exist.  Raises PlacementError."""
+    """One group for each worker to start.  Raises PlacementError."""
     everyone = [group for group in groups for _ in range(group.count)]
     asked: WorkerCount = asked_count(workers)
     if not asked.total:

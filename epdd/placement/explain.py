@@ -13,7 +13,7 @@ COLUMNS = 100
 
 
 def explain(specs: Sequence[WorkerSpec], topology: Topology, why: Sequence[str] = ()) -> str:
-    """The plan, and the reasons where they are given; at most 100 columns where the CPU lists allow it."""
+    """The plan as a table, then its reasons, wrapped at COLUMNS; a long list of CPUs makes the table wider."""
     header = ("WORKER", "DEVICE", "NUMA", "CPUS", "THREADS", "MEMORY")
     rows = [header]
     for spec in specs:

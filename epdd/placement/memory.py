@@ -1,7 +1,7 @@
-"""What each worker may take of its GPU's memory: weights, activations, context, embeddings, KV cache.
+"""Divides each GPU's memory between its workers: weights, activations, CUDA context, embeddings, KV cache.
 
-Sums from a checkpoint's own numbers, with estimates where only a run could tell; each is named.  What an encoder's
-activations really take bounds its batches, found at its warm-up.
+The numbers come from the checkpoint, and from the estimates below where only a run could tell.  An encoder measures at
+its warm-up what its activations take, and bounds its batches by that.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from epdd.wire import WorkerSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# Estimates; no GPU has been at hand to measure them.
+# Estimates, not measured on a GPU.
 CONTEXT_BYTES = 768 * MIB           # of a process: CUDA's context, kernels, cuBLAS workspaces
-READER_BYTES = 512 * MIB            # on an encoder's GPU, should one on another that reads there start a context there
-SPARE_SHARE = 0.06                  # of the memory: other programs, gaps between blocks
-VISION_BYTES_PER_NUMBER = 64        # peak over a block's width, for each patch: 18 widths in float32 and as much again
-TEXT_BYTES_PER_NUMBER = 96          # likewise for each token of a step, over the hidden size: wider in between
-LOGIT_BYTES = 16                    # float32 logits of a row, sorted and masked
-GRAPH_BYTES = 512 * MIB             # decode graphs of all batch sizes share memory
+READER_BYTES = 512 * MIB            # on an encoder's GPU: the context of a worker of another GPU that reads there
+SPARE_SHARE = 0.06                  # of a GPU's memory, kept free: other programs, fragmentation
+VISION_BYTES_PER_NUMBER = 64        # peak in a block, for each patch and unit of the vision tower's width
+TEXT_BYTES_PER_NUMBER = 96          # likewise for each token of a step and unit of hidden size; the MLP is wider
+LOGIT_BYTES = 16                    # for each logit: float32, sorted and masked copies
+GRAPH_BYTES = 512 * MIB             # CUDA graphs of decode, of all batch sizes together
 
-POOL_BYTES_MAX = 4 * GIB            # for embeddings on an encoder's GPU, unless the operator asks for more
-KV_BYTES_MIN = 256 * MIB            # with less than this a GPU is not worth its worker
+POOL_BYTES_MAX = 4 * GIB            # default limit of embeddings on an encoder's GPU (arena.gpu_bytes)
+KV_BYTES_MIN = 256 * MIB            # least KV cache that is chosen by itself; with less room the plan is refused
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def divide(specs: Sequence[WorkerSpec], topology: Topology, config: Config,
            family: ModelInfo) -> tuple[list[WorkerSpec], list[str]]:
     """The specs with the sizes of workers on GPUs, and how each GPU's memory is used.
 
-    Raises PlacementError naming what takes how much where it does not fit.
+    Raises PlacementError, which lists all sizes, if a GPU has too little memory.
     """
     made, why = {spec.name: spec for spec in specs}, []
     for gpu in topology.gpus:
@@ -70,7 +70,7 @@ def _parts(gpu: Gpu, here: Sequence[WorkerSpec], specs: Sequence[WorkerSpec], to
     free = int(gpu.memory_bytes * (1 - SPARE_SHARE)) - sum(part.total for part in parts.values())
     for spec in here:
         if spec.role == "pd" and not parts[spec.name].kv:
-            # It gets what is left: memory that is not used is of no use, and a longer prefix cache is.
+            # The KV cache gets the rest: a larger prefix cache is the best use of it.
             parts[spec.name] = replace(parts[spec.name], kv=max(free, KV_BYTES_MIN))
             free -= parts[spec.name].kv
     if free < 0:
@@ -89,7 +89,7 @@ def _encoder(spec: WorkerSpec, gpu: Gpu, specs: Sequence[WorkerSpec], topology: 
     if pool < 0:
         pool = max(min(POOL_BYTES_MAX, gpu.memory_bytes // 32), family.embedding_bytes(family.rows_max, "bfloat16"))
     if len(readers) < sum(other.role == "pd" for other in specs):
-        pool = 0        # one that cannot read there makes all go by the host
+        pool = 0        # all PD workers must be able to read there; else embeddings go by host memory
     return GpuMemoryShare(weights=family.parameters[0] * _itemsize(config, family),
                           activations=patches * family.vision_width * VISION_BYTES_PER_NUMBER,
                           contexts=CONTEXT_BYTES + (READER_BYTES * away if pool else 0), embeddings=pool)
@@ -99,7 +99,7 @@ def _prefill_decode(spec: WorkerSpec, config: Config, family: ModelInfo) -> GpuM
     itemsize = _itemsize(config, family)
     activations = spec.max_batched_tokens * family.hidden * TEXT_BYTES_PER_NUMBER
     activations += spec.max_sequences * family.vocab * LOGIT_BYTES
-    activations += 2 * spec.max_batched_tokens * family.hidden * family.planes * itemsize    # images' rows of two steps
+    activations += 2 * spec.max_batched_tokens * family.hidden * family.planes * itemsize   # image tokens of two steps
     return GpuMemoryShare(weights=family.parameters[1] * itemsize, activations=activations + GRAPH_BYTES,
                           contexts=CONTEXT_BYTES,
                           kv=spec.kv_tokens * family.kv_numbers * itemsize or config.pd.kv_bytes)
@@ -111,7 +111,7 @@ def _sized(spec: WorkerSpec, part: GpuMemoryShare, gpu: Gpu, shared: bool) -> Wo
 
 
 def peers(device: str, topology: Topology) -> tuple[str, ...]:
-    """GPUs whose memory a worker on `device` can open: its own, and those that the driver gives it access to."""
+    """GPUs whose memory a worker on `device` can read: its own and its peers by the driver."""
     for gpu in topology.gpus:
         if _device(gpu) == device:
             return device, *(f"cuda:{link.gpu}" for link in gpu.links if link.peer)
@@ -136,7 +136,7 @@ def _listed(part: GpuMemoryShare) -> str:
 
 
 def _itemsize(config: Config, family: ModelInfo) -> int:
-    """Bytes of a number on a GPU, as `worker/weights/load.py` will choose."""
+    """Bytes of a number on a GPU: the choice of `worker/weights/load.py`."""
     if config.model.dtype != "auto":
         return ITEMSIZE[config.model.dtype]
     return 4 if family.stored == "float32" else 2

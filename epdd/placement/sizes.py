@@ -1,4 +1,4 @@
-"""Worker specs from seats: the bytes of the arena and of KV caches, and what all workers share."""
+"""Makes worker specs of placements: arena slices, KV cache sizes, and what all workers share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from epdd.errors import PlacementError
 from epdd.families import ModelInfo
 from epdd.hardware.topology import HugePages, Topology
 from epdd.placement import memory
-from epdd.placement.assignment import Seat
+from epdd.placement.assignment import Placement
 from epdd.placement.text import size_text
 from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 ARENA_BYTES_MIN = 64 << 20
-ARENA_BYTES_MAX = 4 << 30           # unless the operator asks for more
-KV_BYTES_MAX = 8 << 30              # likewise
-IMAGES_IN_ARENA = 1024              # of the largest size: more are never in flight
+ARENA_BYTES_MAX = 4 << 30           # default limit (arena.bytes)
+KV_BYTES_MAX = 8 << 30              # default limit (pd.kv_bytes)
+IMAGES_IN_ARENA = 1024              # images of the largest size in a default arena
 
 
 def arena_bytes(config: Config, topology: Topology, family: ModelInfo) -> int:
-    """Size of the arena in bytes, in whole pages, huge ones where it holds any.
+    """Size of the arena in bytes: whole huge pages, or whole small ones if it is smaller than a huge page.
 
     Raises PlacementError if memory cannot hold it.
     """
@@ -40,14 +40,14 @@ def arena_bytes(config: Config, topology: Topology, family: ModelInfo) -> int:
     return -(-size // page) * page
 
 
-def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: ModelInfo,
+def specs(workers: Sequence[Placement], topology: Topology, config: Config, family: ModelInfo,
           arena_bytes: int) -> list[WorkerSpec]:
-    """One for each seat, encoders first; what lies in GPU memory is for `memory.py` to say.
+    """One spec for each worker, encoders first; `memory.py` adds the sizes in GPU memory.
 
     Raises PlacementError if memory cannot hold what is asked for.
     """
-    encoders = [seat for seat in seats if seat.role == "encoder"]
-    pds = [seat for seat in seats if seat.role == "pd"]
+    encoders = [worker for worker in workers if worker.role == "encoder"]
+    pds = [worker for worker in workers if worker.role == "pd"]
     common = WorkerSpec(
         name="", role="", device="cpu", cpus=(), numa_node=None, threads=0, model=family.folder,
         weights=family.weights, eos_ids=family.eos_ids, dtype=config.model.dtype, arena_bytes=arena_bytes,
@@ -55,24 +55,24 @@ def specs(seats: Sequence[Seat], topology: Topology, config: Config, family: Mod
         max_sequences=config.pd.max_sequences, max_model_len=config.model.max_model_len, log_level=config.log.level)
     slices = arena.slices(arena_bytes, len(encoders))
     made = []
-    for i, seat in enumerate(encoders):
-        made.append(replace(_seated(common, seat, i), arena_slice=slices[i], quantize=config.encoder.quantize))
-    for i, seat in enumerate(pds):
-        spec = _seated(common, seat, i)
-        made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, seat, topology, pds),
+    for i, worker in enumerate(encoders):
+        made.append(replace(_spec(common, worker, i), arena_slice=slices[i], quantize=config.encoder.quantize))
+    for i, worker in enumerate(pds):
+        spec = _spec(common, worker, i)
+        made.append(replace(spec, kv_tokens=config.pd.kv_tokens, kv_bytes=_kv_bytes(config, worker, topology, pds),
                             kv_dtype=config.pd.kv_dtype, prefix_cache=config.pd.prefix_cache, step_s=config.pd.step_s,
                             peers=memory.peers(spec.device, topology)))
     return made
 
 
-def _seated(common: WorkerSpec, seat: Seat, i: int) -> WorkerSpec:
-    return replace(common, name=f"{seat.role}/{i}", role=seat.role, cpus=seat.cpus, threads=seat.threads,
-                   device="cpu" if seat.gpu is None else f"cuda:{seat.gpu.index}", numa_node=seat.node)
+def _spec(common: WorkerSpec, worker: Placement, i: int) -> WorkerSpec:
+    return replace(common, name=f"{worker.role}/{i}", role=worker.role, cpus=worker.cpus, threads=worker.threads,
+                   device="cpu" if worker.gpu is None else f"cuda:{worker.gpu.index}", numa_node=worker.node)
 
 
-def _kv_bytes(config: Config, seat: Seat, topology: Topology, pds: Sequence[Seat]) -> int:
-    """KV cache of one PD worker on CPUs: they share the machine's memory.  On a GPU it is decided later."""
-    if seat.gpu is not None:
+def _kv_bytes(config: Config, worker: Placement, topology: Topology, pds: Sequence[Placement]) -> int:
+    """KV cache bytes of one PD worker on CPUs, its share of the machine's memory; 0 on a GPU (`memory.py` decides)."""
+    if worker.gpu is not None:
         return 0
     memory = topology.memory_bytes
     if config.pd.kv_bytes:
@@ -82,13 +82,13 @@ def _kv_bytes(config: Config, seat: Seat, topology: Topology, pds: Sequence[Seat
         return config.pd.kv_bytes
     share = (memory or KV_BYTES_MAX * 8) // 8
     on_cpus = [other.node for other in pds if other.gpu is None]
-    # It is bound to one NUMA node, which must also hold the weights and an encoder.
-    own = [node.memory_bytes for node in topology.nodes if node.id == seat.node and node.memory_bytes]
-    return min(KV_BYTES_MAX, share // len(on_cpus), *(memory // 2 // on_cpus.count(seat.node) for memory in own))
+    # The cache is bound to one NUMA node, which must also hold the weights and an encoder.
+    own = [node.memory_bytes for node in topology.nodes if node.id == worker.node and node.memory_bytes]
+    return min(KV_BYTES_MAX, share // len(on_cpus), *(memory // 2 // on_cpus.count(worker.node) for memory in own))
 
 
 def fits_reserved_pages(specs: Sequence[WorkerSpec], topology: Topology) -> bool:
-    """Whether the arena fits the huge pages that were set aside: all of it, and each slice those of its NUMA node."""
+    """Whether the reserved huge pages hold the whole arena, and those of each NUMA node the slices bound there."""
     needs: Counter[int | None] = Counter()
     for spec in specs:
         needs[spec.numa_node] += spec.arena_slice[1]
@@ -102,7 +102,7 @@ def _free_huge(pages: Sequence[HugePages]) -> int:
 
 
 def dtype_reason(topology: Topology, config: Config) -> str:
-    """What the CPUs can do decides what workers on them compute in; each asks torch as well."""
+    """Which dtype workers on CPUs compute in, and why; each worker also asks torch."""
     if config.model.dtype != "auto":
         return f"model.dtype is {config.model.dtype}, as asked"
     if topology.bf16:

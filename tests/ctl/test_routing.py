@@ -34,7 +34,7 @@ def request(*images, **values):
         "placements": [{"worker": "pd/0", "placed_at_s": 1.5, "error": "", "prefilled_at_s": 1.9}]} | values
 
 
-LOST = "encoder/1 was lost (killed by signal 9 (by an operator, the stall watch or the kernel's OOM killer))"
+LOST = "encoder/1 was lost (killed by signal 9 (by an operator, the stall detector or the kernel's OOM killer))"
 ALL = request(
     image("encoded", hand_over("encoder/0")), image("cache"), image("joined", hand_over("encoder/10")),
     image("encoded", hand_over("encoder/1", "lost", error=LOST), hand_over(
@@ -110,8 +110,8 @@ IMAGE  PATCHES  SOURCE   ENCODER     WAITED  PREDICTED  TOOK      ENDED  WHY
     3     2040  encoded  encoder/1    85 ms     412 ms  lost     600 ms  least in flight; encoder/1
                                                                          was lost (killed by signal
                                                                          9 (by an operator, the
-                                                                         stall watch or the kernel's
-                                                                         OOM killer))
+                                                                         stall detector or the
+                                                                         kernel's OOM killer))
                          encoder/0    85 ms     412 ms  running       -  finishes first: faster ones
                                                                          have 24480 patches before
                                                                          it

@@ -40,7 +40,7 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_with_another_seat_moves_and_the_others_stay():
+async def test_a_worker_with_another_placement_moves_and_the_others_stay():
     async with running(encoders=2) as fleet:
         before = pids(fleet)
         wanted = [replace(s, cpus=(CPU,)) if s.name == "encoder/1" else s for s in specs_of(fleet)]
@@ -88,7 +88,7 @@ async def test_a_worker_wanted_again_while_it_ends_comes_back():
         assert [worker.name for worker in fleet.supervisor.workers] == ["encoder/0", "encoder/1", "pd/0"]
 
 
-async def test_a_given_up_worker_gets_its_chance_on_another_seat_and_goes_where_there_is_none():
+async def test_a_given_up_worker_with_another_placement_is_tried_again_and_without_one_is_removed():
     async with running(encoders=2, pds=0, bad_start=78) as fleet:
         await until(lambda: all(worker.state is State.FAILED for worker in fleet.supervisor.workers))
         first = fleet.supervisor.find("encoder/0").spec
@@ -105,14 +105,14 @@ async def test_a_look_plans_anew_only_when_something_changed(monkeypatch):
             plans.append(specs_of(fleet))
             return plans[-1]
 
-        seats = PlacementWatcher(fleet.supervisor, plan)
-        await seats.look()
+        watcher = PlacementWatcher(fleet.supervisor, plan)
+        await watcher.check()
         assert plans == []
-        await seats.look(plan_anew=True)
-        assert len(plans) == 1 and seats.changes == []
+        await watcher.check(plan_anew=True)
+        assert len(plans) == 1 and watcher.changes == []
         monkeypatch.setattr(placement_watcher, "_allowed", lambda: (frozenset({CPU}), frozenset({7})))
-        await seats.look()
-        await seats.look()
+        await watcher.check()
+        await watcher.check()
         assert len(plans) == 2
 
 
@@ -121,36 +121,36 @@ async def test_where_no_plan_fits_all_stay_and_it_is_told(monkeypatch):
         def plan():
             raise PlacementError("1 physical cores are free; asked for: 2 x pd with 8 threads")
 
-        seats, before = PlacementWatcher(fleet.supervisor, plan), pids(fleet)
-        await seats.look(plan_anew=True)
-        assert seats.error == "1 physical cores are free; asked for: 2 x pd with 8 threads"
+        watcher, before = PlacementWatcher(fleet.supervisor, plan), pids(fleet)
+        await watcher.check(plan_anew=True)
+        assert watcher.error == "1 physical cores are free; asked for: 2 x pd with 8 threads"
         assert pids(fleet) == before
-        seats._plan = lambda: specs_of(fleet)
-        await seats.look(plan_anew=True)
-        assert seats.error == ""
+        watcher._plan = lambda: specs_of(fleet)
+        await watcher.check(plan_anew=True)
+        assert watcher.error == ""
 
 
 @several_cpus
 async def test_threads_moved_by_somebody_else_are_bound_again():
     async with running(encoders=1) as fleet:
-        seats = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet))
+        watcher = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet))
         fleet.supervisor.reconcile([replace(s, cpus=(CPU,)) for s in specs_of(fleet)])
         await until(lambda: all(worker.takes_work and worker.restarts for worker in fleet.supervisor.workers))
         before = pids(fleet)
         for pid in before.values():
             os.sched_setaffinity(pid, ALLOWED)
-        await seats.look()
+        await watcher.check()
         assert [binding.threads(pid) for pid in before.values()] == [{pid: {CPU}} for pid in before.values()]
         assert pids(fleet) == before
 
 
 async def test_lost_memory_binding_is_a_new_start(monkeypatch):
     async with running(encoders=1) as fleet:
-        seats, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
+        watcher, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
         lost = binding.folder(before["encoder/0"])
         real = binding.memory_nodes
         monkeypatch.setattr(binding, "memory_nodes", lambda process: (5,) if process == lost else real(process))
-        await seats.look()
+        await watcher.check()
         await until(lambda: pids(fleet).get("encoder/0") not in (None, before["encoder/0"]))
         await fleet.ready()
         assert pids(fleet)["pd/0"] == before["pd/0"]
@@ -158,10 +158,10 @@ async def test_lost_memory_binding_is_a_new_start(monkeypatch):
 
 async def test_what_proc_does_not_tell_is_no_loss(monkeypatch):
     async with running(encoders=1) as fleet:
-        seats, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
+        watcher, before = PlacementWatcher(fleet.supervisor, lambda: specs_of(fleet)), pids(fleet)
         monkeypatch.setattr(binding, "policy", lambda process: ("", set()))
         monkeypatch.setattr(binding, "memory_nodes", lambda process: (5,))
-        await seats.look()
+        await watcher.check()
         await asyncio.sleep(0.3)
         assert pids(fleet) == before
 
@@ -176,7 +176,7 @@ def test_who_sits_right_keeps_its_name():
     assert kept["encoder/1"].log_level == "debug"
 
 
-def test_two_on_one_seat_are_two():
+def test_two_with_one_placement_are_two():
     now = [spec("encoder/0"), spec("encoder/1")]
     assert [s.name for s in keep_names(now, [spec("encoder/0"), spec("encoder/1"), spec("encoder/2")])] == [
         "encoder/0", "encoder/1", "encoder/2"]
@@ -199,7 +199,7 @@ async def test_the_daemons_signals_end_nobody_else(number):
 async def test_what_cannot_be_read_for_the_moment_moves_nobody(monkeypatch):
     async with running(encoders=1) as fleet:
         planned = []
-        seats = PlacementWatcher(fleet.supervisor, lambda: planned.append(1) or [])
+        watcher = PlacementWatcher(fleet.supervisor, lambda: planned.append(1) or [])
         monkeypatch.setattr(binding, "allowed_nodes", lambda process=None: set())      # no descriptor for /proc
-        await seats.look()
-        assert not planned and not seats.changes
+        await watcher.check()
+        assert not planned and not watcher.changes

@@ -11,7 +11,7 @@ import pytest
 
 from epdd.errors import Rejected
 from epdd.fleet import stall_detector
-from epdd.fleet.process import Process, effort
+from epdd.fleet.process import Process, progress_counters
 from epdd.fleet.worker import State
 from epdd.settings.config import Config
 from tests.dispatch.fleet import FORK_SERVER, expected, request, running
@@ -19,7 +19,7 @@ from tests.dispatch.fleet import FORK_SERVER, expected, request, running
 
 @pytest.fixture(autouse=True)
 def watch_often(monkeypatch):
-    monkeypatch.setattr(stall_detector, "WATCH_S", 0.1)
+    monkeypatch.setattr(stall_detector, "CHECK_INTERVAL_S", 0.1)
 
 
 def with_stall(seconds):
@@ -77,15 +77,15 @@ async def test_a_stopped_worker_is_replaced_and_its_work_placed_again(monkeypatc
     (0.2, False, 61.0), (30.0, False, 601.0)])          # who computes has many times that
 async def test_how_long_a_worker_may_be_silent(monkeypatch, expected_s, still, limit_s):
     async with running(encoders=1, config=with_stall(1.0)) as fleet:
-        watch, worker, now = fleet.supervisor.silence, fleet.supervisor.find("encoder/0"), time.monotonic()
+        watch, worker, now = fleet.supervisor.stall_detector, fleet.supervisor.find("encoder/0"), time.monotonic()
         killed = []
         monkeypatch.setattr(worker.process, "kill", lambda: killed.append(worker.fault))
-        monkeypatch.setattr(watch, "_still_s", lambda pid, now: 60.0 if still else 0.0)
+        monkeypatch.setattr(watch, "_idle_s", lambda pid, now: 60.0 if still else 0.0)
         worker.channel.works["e"] = type("Work", (), {"expected_s": expected_s})()
         for silent in (limit_s - 0.5, limit_s + 0.5):
             worker.channel.last_heard = now - silent
             assert not killed
-            watch._watch_silence(worker, now)
+            watch._check_silence(worker, now)
         assert killed == [f"silent for {limit_s + 0.5:.0f} s, {'standing still' if still else 'computing'}"]
         worker.channel.works.clear()
 
@@ -105,24 +105,24 @@ def test_effort_tells_work_from_standing_still():
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         before = None
-        while before is None or effort(process.pid) != before:      # until it waits in a system call
-            before = effort(process.pid)
+        while before is None or progress_counters(process.pid) != before:      # until it waits in a system call
+            before = progress_counters(process.pid)
             time.sleep(0.1)
         process.stdin.write(b"x")
         process.stdin.flush()
-        while effort(process.pid) == before:
+        while progress_counters(process.pid) == before:
             pass                                    # it runs, or has run meanwhile
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        stopped = effort(process.pid)
+        stopped = progress_counters(process.pid)
         time.sleep(0.1)
-        assert stopped is not None and effort(process.pid) == stopped
+        assert stopped is not None and progress_counters(process.pid) == stopped
         process.kill()
-    assert effort(process.pid) is None
+    assert progress_counters(process.pid) is None
 
 
 async def test_nobody_waits_for_a_worker_that_the_kernel_holds_and_its_leases_stay_held(monkeypatch):
-    monkeypatch.setattr(stall_detector, "HELD_S", 0.3)
+    monkeypatch.setattr(stall_detector, "KILL_TIMEOUT_S", 0.3)
     async with running(encoders=2, encode_s=0.5, config=with_stall(1.0)) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         fleet.supervisor.drain("encoder/1")
@@ -136,7 +136,7 @@ async def test_nobody_waits_for_a_worker_that_the_kernel_holds_and_its_leases_st
         with monkeypatch.context() as patch:
             patch.setattr(Process, "signal", lambda self, number: None)     # no signal arrives any more
             assert await ask == [expected(b"a")]
-            assert worker.state is State.FAILED and f"pid {pid} was killed and does not go" in worker.last_error
+            assert worker.state is State.FAILED and f"pid {pid} was killed and does not exit" in worker.last_error
             fleet.supervisor.resume("encoder/0")        # there is no second one beside it
             assert worker.process.pid == pid
             embedding, = fleet.cache._entries.values()     # other bytes: it may still write to those it has

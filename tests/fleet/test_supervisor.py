@@ -196,7 +196,7 @@ async def test_out_of_rotation_also_after_a_crash_and_until_resumed():
 
 
 async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(monkeypatch):
-    monkeypatch.setattr(stall_detector, "WATCH_S", 0.1)
+    monkeypatch.setattr(stall_detector, "CHECK_INTERVAL_S", 0.1)
     config = Config().with_values("fleet", {"stall_s": 2.0}, "test")
     async with running(encoders=1, config=config) as fleet:
         workers = fleet.supervisor.workers
@@ -230,7 +230,7 @@ class Stuck:
 
 
 async def test_a_fork_server_that_never_answers_is_replaced(monkeypatch):
-    monkeypatch.setattr(stall_detector, "WATCH_S", 0.02)
+    monkeypatch.setattr(stall_detector, "CHECK_INTERVAL_S", 0.02)
     async with running(encoders=1, config=Config().with_values("fleet", {"backoff_s": 0.01}, "test")) as fleet:
         worker = fleet.supervisor.find("encoder/0")
         stuck = fleet.supervisor._fork_server = Stuck(asyncio.Event())
@@ -262,7 +262,7 @@ async def test_a_stopped_fork_server_is_gone_when_the_next_is_asked_for():
 
 
 def test_exits_are_told_in_words():
-    assert "by an operator, the stall watch or the kernel's OOM killer" in exits.describe(-9)
+    assert "by an operator, the stall detector or the kernel's OOM killer" in exits.describe(-9)
     assert "out of memory" in exits.describe(-9, out_of_memory=True)
     assert exits.describe(-15) == "ended by SIGTERM"
     assert exits.describe(-37) == "ended by signal 37"
@@ -284,13 +284,13 @@ def test_a_death_for_memory_is_told_from_others_by_the_kernels_count(tmp_path, v
     kills = exits.OomKills(tmp_path)
     count = kills.watch(7)
     assert count == kills.watch(8) == tmp_path / f"cg/svc/epdd/{name}"
-    assert not kills.took(count)                # killed by hand
+    assert not kills.killed_one(count)                # killed by hand
     write(f"cg/svc/epdd/{name}", "oom 5\noom_kill 4\n")
-    assert [kills.took(count), kills.took(count), kills.took(count)] == [True, True, False]
+    assert [kills.killed_one(count), kills.killed_one(count), kills.killed_one(count)] == [True, True, False]
     write(f"cg/svc/epdd/{name}", "oom 6\noom_kill 5\n")
     kills.watch(7)                              # whoever that was: it was before this process
-    assert not kills.took(count)
-    assert kills.watch(9) is None and not kills.took(None)
+    assert not kills.killed_one(count)
+    assert kills.watch(9) is None and not kills.killed_one(None)
 
 
 PARENT = """

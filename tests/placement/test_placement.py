@@ -21,28 +21,28 @@ def config(**settings):
     return made
 
 
-def seats(topology, **settings):
+def placed(topology, **settings):
     specs = placement.plan(topology, config(**settings), FAMILY, ARENA)
     return [(spec.name, spec.device, spec.numa_node, ranges(spec.cpus), spec.threads) for spec in specs]
 
 
 def test_one_node_of_two_cores_gives_one_core_each():
-    assert seats(machine([2], threads=1)) == [("encoder/0", "cpu", 0, "1", 1), ("pd/0", "cpu", 0, "0", 1)]
+    assert placed(machine([2], threads=1)) == [("encoder/0", "cpu", 0, "1", 1), ("pd/0", "cpu", 0, "0", 1)]
 
 
 def test_both_roles_share_an_only_core():
-    assert seats(machine([1])) == [("encoder/0", "cpu", 0, "0", 1), ("pd/0", "cpu", 0, "0", 1)]
+    assert placed(machine([1])) == [("encoder/0", "cpu", 0, "0", 1), ("pd/0", "cpu", 0, "0", 1)]
 
 
 def test_every_node_encodes_and_one_also_prefills_and_decodes():
-    assert seats(machine([16, 16])) == [
+    assert placed(machine([16, 16])) == [
         ("encoder/0", "cpu", 0, "1-15", 15),        # CPU 0 is left to the daemon
         ("encoder/1", "cpu", 1, "24-31", 8),
         ("pd/0", "cpu", 1, "16-23", 8)]
 
 
 def test_five_gpus_on_four_nodes():
-    assert seats(machine([16, 16, 16, 16], gpu_nodes=[0, 0, 1, 2, 3])) == [
+    assert placed(machine([16, 16, 16, 16], gpu_nodes=[0, 0, 1, 2, 3])) == [
         ("encoder/0", "cuda:0", 0, "1-2", 2),       # one core launches kernels, one decodes the next image
         ("encoder/1", "cpu", 0, "4-15", 12),
         ("encoder/2", "cpu", 1, "17-31", 15),
@@ -55,7 +55,7 @@ def test_five_gpus_on_four_nodes():
 
 
 def test_eight_gpus_on_two_nodes():
-    assert seats(machine([48, 48], gpu_nodes=[0] * 4 + [1] * 4)) == [
+    assert placed(machine([48, 48], gpu_nodes=[0] * 4 + [1] * 4)) == [
         ("encoder/0", "cuda:0", 0, "1-2", 2),
         ("encoder/1", "cpu", 0, "6-47", 42),
         ("encoder/2", "cpu", 1, "52-95", 44),
@@ -65,7 +65,7 @@ def test_eight_gpus_on_two_nodes():
 
 def test_four_nodes_per_socket():
     """An EPYC with NPS4: eight small nodes, and a prefill-decode worker that takes half of one."""
-    assert seats(machine([8] * 8)) == [
+    assert placed(machine([8] * 8)) == [
         ("encoder/0", "cpu", 0, "1-7", 7),
         *((f"encoder/{node}", "cpu", node, f"{8 * node}-{8 * node + 7}", 8) for node in range(1, 7)),
         ("encoder/7", "cpu", 7, "60-63", 4),
@@ -92,7 +92,7 @@ def test_a_container_stays_within_its_cpuset():
     nodes = [replace(node, cpus=tuple(cpu for cpu in node.cpus if 2 <= cpu <= 5), memory_allowed=node.id == 1)
              for node in topology.nodes]
     inside = replace(topology, cpus=cpus, nodes=tuple(nodes), barred=(0, 1, *range(6, 16)))
-    assert seats(inside) == [("encoder/0", "cpu", 1, "5", 1), ("pd/0", "cpu", 1, "4", 1)]
+    assert placed(inside) == [("encoder/0", "cpu", 1, "5", 1), ("pd/0", "cpu", 1, "4", 1)]
     why = placement.decide(inside, config(), FAMILY, ARENA).why
     assert "CPUs 0-1,6-15 are on but not ours: a cpuset or the affinity leaves 2-5" in why
     assert "NUMA node 0 has no worker: a cpuset keeps this process from its memory" in why
@@ -103,9 +103,9 @@ def test_a_hybrid_laptop_does_not_mix_the_kinds_in_one_worker():
     kinds = [Cpu(i, i - i % 2, 0, 0, (i - i % 2, i - i % 2 + 1), "P") for i in range(12)]
     kinds += [Cpu(i, i, 0, 0, (i,), "E") for i in range(12, 20)]
     laptop = Topology(tuple(kinds), (NumaNode(0, tuple(range(20)), 32 * GIB),), memory_bytes=32 * GIB)
-    assert seats(laptop) == [("encoder/0", "cpu", 0, "0,2,4,6,8,10", 6), ("pd/0", "cpu", 0, "13-19", 7)]
+    assert placed(laptop) == [("encoder/0", "cpu", 0, "0,2,4,6,8,10", 6), ("pd/0", "cpu", 0, "13-19", 7)]
     with_gpu = replace(laptop, gpus=machine([1], gpu_nodes=[0]).gpus)
-    assert seats(with_gpu) == [("encoder/0", "cpu", 0, "2,4,6,8,10", 5), ("pd/0", "cuda:0", 0, "0", 1)]
+    assert placed(with_gpu) == [("encoder/0", "cpu", 0, "2,4,6,8,10", 5), ("pd/0", "cuda:0", 0, "0", 1)]
 
 
 def test_a_cpu_quota_limits_the_cores():
@@ -126,43 +126,43 @@ def test_a_gpu_on_a_node_where_no_worker_can_sit_is_served_by_the_nearest():
 
 
 def test_an_only_gpu_prefills_and_decodes():
-    assert seats(machine([8, 8], gpu_nodes=[1])) == [
+    assert placed(machine([8, 8], gpu_nodes=[1])) == [
         ("encoder/0", "cpu", 0, "1-7", 7), ("encoder/1", "cpu", 1, "9-15", 7), ("pd/0", "cuda:0", 1, "8", 1)]
 
 
 def test_a_gpu_of_unknown_place_gets_its_core_where_most_are_free():
-    assert seats(machine([4, 8], gpu_nodes=[None]))[-1] == ("pd/0", "cuda:0", 1, "4", 1)
+    assert placed(machine([4, 8], gpu_nodes=[None]))[-1] == ("pd/0", "cuda:0", 1, "4", 1)
 
 
 def test_a_gpu_on_a_two_core_machine_leaves_one_core_to_encode():
-    assert seats(machine([2], gpu_nodes=[0])) == [("encoder/0", "cpu", 0, "1", 1), ("pd/0", "cuda:0", 0, "0", 1)]
+    assert placed(machine([2], gpu_nodes=[0])) == [("encoder/0", "cpu", 0, "1", 1), ("pd/0", "cuda:0", 0, "0", 1)]
 
 
 def test_operator_chooses_how_many_gpus_encode():
-    assert [seat[:2] for seat in seats(machine([16], gpu_nodes=[0] * 5), pd_workers=3, encoder_workers=2)] == [
+    assert [worker[:2] for worker in placed(machine([16], gpu_nodes=[0] * 5), pd_workers=3, encoder_workers=2)] == [
         ("encoder/0", "cuda:0"), ("encoder/1", "cuda:1"), ("pd/0", "cuda:2"), ("pd/1", "cuda:3"), ("pd/2", "cuda:4")]
 
 
 def test_more_encoders_than_nodes_split_the_cores():
-    assert seats(machine([8, 8]), encoder_workers=4) == [
+    assert placed(machine([8, 8]), encoder_workers=4) == [
         ("encoder/0", "cpu", 0, "1-3", 3), ("encoder/1", "cpu", 0, "4-7", 4),
         ("encoder/2", "cpu", 1, "12-13", 2), ("encoder/3", "cpu", 1, "14-15", 2), ("pd/0", "cpu", 1, "8-11", 4)]
 
 
 def test_more_workers_than_cores_share_them_with_one_thread_each():
-    assert seats(machine([2], threads=1), encoder_workers=3, pd_workers=2) == [
+    assert placed(machine([2], threads=1), encoder_workers=3, pd_workers=2) == [
         ("encoder/0", "cpu", 0, "0", 1), ("encoder/1", "cpu", 0, "1", 1), ("encoder/2", "cpu", 0, "0", 1),
         ("pd/0", "cpu", 0, "0", 1), ("pd/1", "cpu", 0, "1", 1)]
 
 
 def test_threads_of_one_role_leave_the_rest_to_the_other():
-    assert seats(machine([7]), encoder_threads=5) == [("encoder/0", "cpu", 0, "2-6", 5), ("pd/0", "cpu", 0, "0-1", 2)]
-    assert seats(machine([7]), pd_threads=1) == [("encoder/0", "cpu", 0, "1-6", 6), ("pd/0", "cpu", 0, "0", 1)]
+    assert placed(machine([7]), encoder_threads=5) == [("encoder/0", "cpu", 0, "2-6", 5), ("pd/0", "cpu", 0, "0-1", 2)]
+    assert placed(machine([7]), pd_threads=1) == [("encoder/0", "cpu", 0, "1-6", 6), ("pd/0", "cpu", 0, "0", 1)]
 
 
 def test_without_a_node_that_has_memory_all_cpus_are_one_unbound_domain():
     topology = machine([2, 2], node_memory=0)
-    assert seats(replace(topology, memory_bytes=16 * GIB)) == [
+    assert placed(replace(topology, memory_bytes=16 * GIB)) == [
         ("encoder/0", "cpu", None, "2-3", 2), ("pd/0", "cpu", None, "0-1", 2)]
 
 

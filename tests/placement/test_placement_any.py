@@ -60,7 +60,7 @@ def check(topology, plan):
     assert len({spec.name for spec in specs}) == len(specs)
     devices = [(spec.role, spec.device) for spec in specs if spec.device != "cpu"]
     assert len(set(devices)) == len(devices)
-    seated = Counter(cpus[cpu].core for spec in specs for cpu in spec.cpus)
+    placed = Counter(cpus[cpu].core for spec in specs for cpu in spec.cpus)
     for spec in specs:
         assert spec.threads == len(spec.cpus) == len({cpus[cpu].core for cpu in spec.cpus}) >= 1
         if spec.numa_node is not None:
@@ -69,11 +69,11 @@ def check(topology, plan):
         crowd = [other for other in specs if other.numa_node == spec.numa_node]
         there = {cpu.core for cpu in topology.cpus if cpu.node == spec.numa_node or spec.numa_node is None}
         if topology.cpu_quota is None and len(crowd) <= len(there):
-            assert all(seated[cpus[cpu].core] == 1 for cpu in spec.cpus), "a core was given twice"
-        elif any(seated[cpus[cpu].core] > 1 for cpu in spec.cpus):
+            assert all(placed[cpus[cpu].core] == 1 for cpu in spec.cpus), "a core was given twice"
+        elif any(placed[cpus[cpu].core] > 1 for cpu in spec.cpus):
             assert spec.threads == 1, "a wide worker shares a core"
     if topology.cpu_quota is not None:
-        assert len(seated) <= max(1, int(topology.cpu_quota))
+        assert len(placed) <= max(1, int(topology.cpu_quota))
     slices = [spec.arena_slice for spec in specs if spec.role == "encoder"]
     assert sum(size for _, size in slices) == ARENA
     told = {node for reason in plan.why if (found := re.match(r"NUMA nodes? (\S+) ha\w+ no worker: .", reason))

@@ -15,12 +15,12 @@ from tests.placement.machines import FAMILY, GIB, machine
 ARENA = 4 * GIB
 
 
-def decide(topology, *wishes, encoder="auto", pd="auto"):
+def decide(topology, *overrides, encoder="auto", pd="auto"):
     config = Config().with_values("encoder", {"workers": encoder}, "test").with_values("pd", {"workers": pd}, "test")
-    return placement.decide(topology, structs.replace(config, worker=wishes), FAMILY, ARENA)
+    return placement.decide(topology, structs.replace(config, worker=overrides), FAMILY, ARENA)
 
 
-def seats(*args, **counts):
+def placed(*args, **counts):
     return [(spec.name, spec.device, spec.numa_node, ranges(spec.cpus), spec.threads)
             for spec in decide(*args, **counts).specs]
 
@@ -47,9 +47,9 @@ def test_the_other_role_gets_the_gpus_that_are_left():
 
 
 def test_tables_are_all_workers_of_their_role_in_their_order():
-    assert seats(machine([8, 8], gpu_nodes=[1]), WorkerOverride("encoder", numa_node=1),
-                 WorkerOverride("encoder", cpus=(2, 3, 4)),
-                 WorkerOverride("encoder", device="gpu:0", numa_node=0)) == [
+    assert placed(machine([8, 8], gpu_nodes=[1]), WorkerOverride("encoder", numa_node=1),
+                  WorkerOverride("encoder", cpus=(2, 3, 4)),
+                  WorkerOverride("encoder", device="gpu:0", numa_node=0)) == [
         ("encoder/0", "cpu", 1, "12-15", 4),
         ("encoder/1", "cpu", 0, "2-4", 3),
         ("encoder/2", "cuda:0", 0, "1,5", 2),
@@ -58,7 +58,7 @@ def test_tables_are_all_workers_of_their_role_in_their_order():
 
 def test_cores_whose_cpus_are_given_are_nobody_elses():
     """CPU 9 is the second thread of core 1."""
-    assert seats(machine([8]), WorkerOverride("pd", cpus=(0, 9))) == [
+    assert placed(machine([8]), WorkerOverride("pd", cpus=(0, 9))) == [
         ("encoder/0", "cpu", 0, "2-7", 6), ("pd/0", "cpu", 0, "0,9", 2)]
 
 
@@ -73,7 +73,8 @@ def test_an_encoder_and_a_prefill_decode_worker_share_a_gpu_where_both_are_asked
 
 
 def test_both_threads_of_a_core_are_one_thread_of_the_worker():
-    assert seats(machine([4]), WorkerOverride("encoder", cpus=(0, 1, 4, 5)))[0] == ("encoder/0", "cpu", 0, "0-1,4-5", 2)
+    assert placed(machine([4]), WorkerOverride("encoder", cpus=(0, 1, 4, 5)))[0] == (
+        "encoder/0", "cpu", 0, "0-1,4-5", 2)
 
 
 def test_cpus_on_two_nodes_leave_memory_unbound():
@@ -92,11 +93,11 @@ def test_a_gpu_in_a_table_is_not_given_twice():
 
 
 def test_threads_of_a_table():
-    assert seats(machine([8], threads=1), WorkerOverride("encoder", threads=2), WorkerOverride("encoder")) == [
+    assert placed(machine([8], threads=1), WorkerOverride("encoder", threads=2), WorkerOverride("encoder")) == [
         ("encoder/0", "cpu", 0, "5-6", 2), ("encoder/1", "cpu", 0, "7", 1), ("pd/0", "cpu", 0, "1-4", 4)]
 
 
-@pytest.mark.parametrize("wishes, words", [
+@pytest.mark.parametrize("overrides, words", [
     ([WorkerOverride("pd", device="gpu:2")], r"\[\[worker\]\] 0 asks for gpu:2; there are GPUs 0-1"),
     ([WorkerOverride("pd", device="gpu:1"), WorkerOverride("pd", device="gpu:1")],
      "1 asks for gpu:1 for another pd, which .* 0 has"),
@@ -113,11 +114,11 @@ def test_threads_of_a_table():
      "4 physical cores are free on NUMA node 0; asked for: 1 x pd with 4 thread"),
     ([WorkerOverride("encoder", cpus=tuple(range(8)))], r"tables take all 8 cores; 2 more workers need at least one"),
 ])
-def test_the_impossible_is_refused_with_what_is_there(wishes, words):
+def test_the_impossible_is_refused_with_what_is_there(overrides, words):
     topology = machine([4, 4], gpu_nodes=[0, 1])
     odd = replace(topology, nodes=(*topology.nodes, NumaNode(2, (), GIB), NumaNode(3, (), 0)))
     with pytest.raises(PlacementError, match=words):
-        decide(odd, *wishes)
+        decide(odd, *overrides)
 
 
 def test_no_gpu_is_there():

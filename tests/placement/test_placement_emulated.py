@@ -54,7 +54,7 @@ def test_more_than_the_profile_has_is_refused() -> None:
         plan(pd={"workers": 5})
 
 
-def test_tables_of_real_seats_are_refused() -> None:
+def test_tables_of_real_workers_are_refused() -> None:
     made = emulation.load(EmulationSettings("laptop"), TOKENIZER)
     with pytest.raises(PlacementError, match="tables place real workers"):
         placement.plan(probe(), Config(worker=(WorkerOverride("pd"),)), families.load(str(DEMO)), 1 << 20, made)

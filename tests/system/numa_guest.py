@@ -98,7 +98,7 @@ def running():
     stage("shrunk", {0, 1, 2, 3}, {0, 1})
     allow("", "")
     stage("widened", every, {0, 1, 2, 3})
-    # The kernel maps each policy's nodes onto the new ones by their order: 2 becomes 1, also where the seat stays.
+    # The kernel maps each policy's nodes onto the new ones by their order: 2 becomes 1, also where the placement stays.
     allow("2-5", "1-2")
     stage("moved", {2, 3, 4, 5}, {1, 2})
     return stages

@@ -50,15 +50,15 @@ def check(service, nodes, cpus):
     assert encoding == set(nodes), "a node without a worker"
 
 
-def same_seats(before, after):
+def same_placements(before, after):
     """Names of the workers that sit where they sat."""
     return [name for name, worker in after["workers"].items() if name in before["workers"] and all(
         worker[part] == before["workers"][name][part] for part in ("device", "node", "planned_cpus"))]
 
 
 def kept(before, after):
-    """Whether the workers whose seat is the same, and there are some, are in the same processes, all others gone."""
-    same = same_seats(before, after)
+    """Whether some workers have the same placement, those run in the same processes, and all others are gone."""
+    same = same_placements(before, after)
     for name, worker in before["workers"].items():
         assert (worker["pid"] in after["processes"]) == (name in same), name
     for name in same:
@@ -111,7 +111,7 @@ def test_allowed_cpus_and_nodes_are_given_back(found):
 def test_allowed_nodes_that_move_take_no_policy_with_them(found):
     before, after = found["running"]["widened"], found["running"]["moved"]
     check(after, [1, 2], {2, 3, 4, 5})
-    assert same_seats(before, after), "a worker that moves starts anew: its policy would be right in any case"
+    assert same_placements(before, after), "a worker that moves starts anew: its policy would be right in any case"
 
 
 def test_started_within_the_units_cpuset_and_memory_policy(found):

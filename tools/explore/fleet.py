@@ -279,7 +279,7 @@ class Channel(channel.Channel):
             if message is GARBAGE:
                 raise ProtocolError("garbled")
             self.last_heard = time.monotonic()
-            self._sort(message, on_message)
+            self._route(message, on_message)
 
     def _write(self, frame: bytes) -> None:
         if not self._link.closed and self._link.process is not None:

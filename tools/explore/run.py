@@ -198,7 +198,7 @@ class House:
         return Action(name, happen)
 
     def _move(self, name: str) -> None:
-        """Another seat: the process ends, and the next one is begun there."""
+        """Another placement: the process ends, and the next one starts there."""
         specs = [worker.spec for worker in self.supervisor.workers]
         self.supervisor.reconcile(replace(spec, cpus=(*spec.cpus, len(spec.cpus)))
                                   if spec.name == name else spec for spec in specs)

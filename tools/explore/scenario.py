@@ -53,7 +53,7 @@ class Scenario:
     cache_pages: int = 8
     cancels: int = 0                # at most so many of each
     deaths: int = 0
-    orders: int = 0                 # drain, resume, restart, another seat, garbage, the stop of the daemon
+    orders: int = 0                 # drain, resume, restart, another placement, garbage, the stop of the daemon
     lacks: int = 0                  # times that others need the room of images kept only for a second try
     policy: str = "earliest"
     encode_s: float = 0.05

@@ -135,7 +135,7 @@ def test_an_answer_may_end_by_itself_and_other_sizes_are_other_rows(daemon):
     assert small["usage"]["prompt_tokens"] < whole["usage"]["prompt_tokens"]
 
 
-def test_a_look_at_the_seats_moves_nobody(daemon):
+def test_a_check_of_the_placement_moves_nobody(daemon):
     before = daemon.at_rest()["pids"]
     daemon.ask("reload")
     assert daemon.at_rest()["pids"] == before and daemon.status()["placement"] == {"changes": [], "error": ""}

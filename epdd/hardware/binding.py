@@ -1,6 +1,6 @@
-"""What a process is bound to, read from its folder in /proc: CPUs of its threads, memory policy, allowed nodes.
+"""Reads from /proc what a process is bound to: CPUs of its threads, memory policy, allowed NUMA nodes.
 
-Of any process of the same user: so what is shown is what is in force, not what was once asked for.
+Works for any process of the same user, so status shows what is in force and not what was asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from epdd.hardware import sysfs
 
 SELF = Path("/proc/self")
-LINE_BYTES = 256            # holds the address and the policy; asked for more, the kernel goes on to the next mappings
+LINE_BYTES = 256            # enough for address and policy; for a longer read the kernel walks the next mappings too
 
 
 def folder(pid: int) -> Path:
@@ -26,15 +26,15 @@ def threads(pid: int) -> dict[int, set[int]]:
         try:
             found[tid] = os.sched_getaffinity(tid)
         except OSError:
-            continue        # it ended meanwhile
+            continue        # the thread has ended
     return found
 
 
 def policy(process: Path = SELF) -> tuple[str, set[int]]:
-    """The main thread's memory policy and its nodes, e.g. ("bind", {1}); ("", set()) where it cannot be read.
+    """The main thread's memory policy and its nodes, e.g. ("bind", {1}); ("", set()) if it cannot be read.
 
-    A mapping without a policy of its own shows the main thread's, and the program's text, which is the first,
-    never has one.  Only that line is read: the kernel walks the pages of each mapping it prints.
+    A mapping without a policy of its own shows the main thread's.  The first mapping, the program's text, never has
+    one.  Only its line is read: the kernel walks the pages of each mapping that it prints.
     """
     try:
         with (process / "numa_maps").open("rb", buffering=0) as file:
@@ -46,7 +46,7 @@ def policy(process: Path = SELF) -> tuple[str, set[int]]:
 
 
 def allowed_nodes(process: Path = SELF) -> set[int]:
-    """NUMA nodes that its cpuset and a binding policy (NUMAPolicy=) leave to it; empty where /proc does not say."""
+    """NUMA nodes that its cpuset and a binding policy (NUMAPolicy=) allow; empty if /proc does not say."""
     found = re.search(r"^Mems_allowed_list:\s*(\S+)", sysfs.text(process / "status") or "", re.MULTILINE)
     cpuset = (sysfs.parse(found[1]) or set()) if found else set()
     name, nodes = policy(process)
@@ -54,7 +54,7 @@ def allowed_nodes(process: Path = SELF) -> set[int]:
 
 
 def memory_nodes(process: Path = SELF) -> tuple[int, ...]:
-    """Where its memory is bound to: the policy's nodes, or the only one there is; empty: not bound."""
+    """NUMA nodes that its memory is bound to: the policy's, or the only allowed one; empty: not bound."""
     name, nodes = policy(process)
     if name != "bind":
         nodes = allowed if len(allowed := allowed_nodes(process)) == 1 else set()

@@ -1,4 +1,4 @@
-"""What control groups leave to this process: CPUs, memory nodes, memory, CPU time.  Versions 1 and 2."""
+"""Limits that control groups set for this process: CPUs, memory nodes, memory, CPU time.  Versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60        # version 1 writes a number near 2^63 for "no limit"
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """None: no limit, or none is told."""
+    """None: no limit, or not known."""
 
     cpus: set[int] | None = None
     memory_nodes: set[int] | None = None
@@ -22,7 +22,7 @@ class CgroupLimits:
 
 
 def read(sysroot: Path) -> CgroupLimits:
-    """The tightest of the limits from this process's group up to the root: each of them binds."""
+    """The tightest limits of this process's group and all groups above it."""
     cpus, nodes = _cpuset(sysroot)
     memory = [sysfs.number(level / name) for level in _levels(sysroot, "memory")
               for name in ("memory.max", "memory.limit_in_bytes")]
@@ -33,28 +33,28 @@ def read(sysroot: Path) -> CgroupLimits:
 
 
 def oom_kills_file(sysroot: Path, pid: int) -> Path | None:
-    """Where the kernel counts the processes that it kills for memory in the group of process `pid`."""
+    """The file in which the kernel counts out-of-memory kills in the group of process `pid`."""
     files = (level / name for level in _levels(sysroot, "memory", str(pid))
              for name in ("memory.events", "memory.oom_control"))
     return next((file for file in files if oom_kills(file) is not None), None)
 
 
 def oom_kills(file: Path) -> int | None:
-    """How many they are by now."""
+    """The number of kills in that file; None if it has none."""
     lines = (line.split() for line in (sysfs.text(file) or "").splitlines())
     return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill" and line[1].isdecimal()),
                 None)
 
 
 def _cpuset(sysroot: Path) -> tuple[set[int] | None, set[int] | None]:
-    """The nearest level tells; what is effective there already heeds the levels above."""
+    """CPUs and memory nodes of the nearest level; its effective sets already respect the levels above."""
     cpus = nodes = None
     for level in _levels(sysroot, "cpuset"):
         # Version 2, version 1, and version 1 mounted as the "cpuset" filesystem it once was.
         for prefix, suffix in (("cpuset.", ".effective"), ("cpuset.effective_", ""), ("cpuset.", ""), ("", "")):
             cpus = cpus or sysfs.numbers(level / f"{prefix}cpus{suffix}")
             nodes = nodes or sysfs.numbers(level / f"{prefix}mems{suffix}")
-    # The kernel's own sum of it all, less what a binding memory policy (NUMAPolicy=) takes away.
+    # /proc/self/status has the kernel's result; a binding memory policy (NUMAPolicy=) reduces it further.
     return cpus, binding.allowed_nodes(sysroot / "proc/self") or nodes
 
 
@@ -68,7 +68,7 @@ def _quota(level: Path) -> float | None:
 
 
 def _levels(sysroot: Path, controller: str, process: str = "self") -> Iterator[Path]:
-    """Folders of a process's group for a controller, the own one first, then up to the mount."""
+    """Folders of a process's group for a controller, from its own up to the mount."""
     for kind, options, mount in _mounts(sysroot):
         if kind == "cgroup2":
             path = _group(sysroot, "", process)
@@ -77,16 +77,16 @@ def _levels(sysroot: Path, controller: str, process: str = "self") -> Iterator[P
         else:
             continue
         if path is None:
-            # Old kernels have only this file, and it is the cpuset's path alone.
+            # Old kernels have only this file, which has the cpuset's path.
             path = (sysfs.text(sysroot / "proc/self/cpuset") or "/") if controller == "cpuset" else "/"
-        # Inside a container the path may be the host's; levels that are not here have no files.
+        # Inside a container the path may be the host's; levels that do not exist here have no files.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             yield mount.joinpath(*parts[:depth])
 
 
 def _mounts(sysroot: Path) -> list[tuple[str, list[str], Path]]:
-    """(filesystem, options, folder) of everything that could hold a control group."""
+    """(filesystem, options, folder) of every mounted control group hierarchy."""
     lines = [line.split() for line in (sysfs.text(sysroot / "proc/mounts") or "").splitlines()]
     return [(fields[2], fields[3].split(","), sysroot / fields[1].lstrip("/"))
             for fields in lines if len(fields) >= 4 and fields[2] in ("cgroup", "cgroup2", "cpuset")]

@@ -12,26 +12,26 @@ from pathlib import Path
 from epdd.hardware import sysfs
 from epdd.hardware.topology import EFFICIENCY, PERFORMANCE, Cache, Cpu
 
-# arch_prctl(ARCH_GET_XCOMP_SUPP) asks which processor states the kernel supports without requesting any
-# (asking for the permission would change this process); bit 18 is AMX's tile data.
+# arch_prctl(ARCH_GET_XCOMP_SUPP) lists the processor states that the kernel supports, without requesting permission
+# for any (which would change this process).  Bit 18 is AMX's tile data.
 _SYS_ARCH_PRCTL = 158
 _ARCH_GET_XCOMP_SUPP = 0x1021
 _XTILEDATA = 1 << 18
 
 
 def online(sysroot: Path) -> set[int]:
-    """CPUs that are switched on.  Empty where /sys tells nothing."""
+    """CPUs that are switched on; empty if /sys does not say."""
     folder = sysroot / "sys/devices/system/cpu"
     listed = sysfs.numbers(folder / "online")
     if listed:
         return listed
-    # Without the list each CPU says so itself; one that cannot be switched off has no file.
+    # Without the list, each CPU has a file of its own, except those that cannot be switched off.
     return {i for i, path in sysfs.numbered(folder, "cpu").items()
             if sysfs.number(path / "online") != 0}
 
 
 def present(sysroot: Path) -> set[int]:
-    """CPUs that are there, on or off.  Empty where /sys does not list them."""
+    """CPUs that exist, on or off; empty if /sys does not list them."""
     return sysfs.numbers(sysroot / "sys/devices/system/cpu/present") or set()
 
 
@@ -50,7 +50,7 @@ def read(sysroot: Path, usable: Collection[int], node_of: Mapping[int, int]) -> 
 def _core(sysroot: Path, index: int) -> set[int]:
     """All logical CPUs of one physical core."""
     folder = sysroot / f"sys/devices/system/cpu/cpu{index}/topology"
-    # core_id repeats on every socket and die, so the sibling list is what tells cores apart.
+    # core_id repeats on every socket and die, so cores are identified by their list of siblings.
     # The list has three names: the first since Linux 5.3, the last before 2.6.26.
     shared = (sysfs.numbers(folder / "core_cpus_list") or sysfs.numbers(folder / "thread_siblings_list")
               or sysfs.mask(folder / "thread_siblings") or set())
@@ -58,17 +58,17 @@ def _core(sysroot: Path, index: int) -> set[int]:
 
 
 def _kinds(sysroot: Path, cores: Mapping[int, set[int]]) -> dict[int, str]:
-    """Performance and efficiency cores by CPU; empty where all cores are alike.
+    """PERFORMANCE or EFFICIENCY by CPU; empty if all cores are of one kind.
 
-    Intel's drivers list the two kinds; Arm, and newer kernels everywhere, give each CPU a capacity.
+    Intel's drivers list the two kinds; Arm, and newer kernels on all machines, give each CPU a capacity.
     """
     devices = sysroot / "sys/devices"
     slow = (sysfs.numbers(devices / "cpu_atom/cpus") or set()) | (sysfs.numbers(devices / "cpu_lowpower/cpus") or set())
     if not slow:
         slow = _slower(cores, lambda i: devices / f"system/cpu/cpu{i}/cpu_capacity")
     if not slow and len({len(core) for core in cores.values()}) > 1:
-        # Older kernels: only efficiency cores lack hyperthreads and have a lower base frequency.  Frequency alone
-        # will not do: servers can give some of their equal cores more of it.
+        # Older kernels: efficiency cores lack hyperthreads and have a lower base frequency.  The frequency alone does
+        # not tell: servers can give some of their equal cores a higher one.
         slow = _slower(cores, lambda i: devices / f"system/cpu/cpufreq/policy{i}/base_frequency")
     if not slow & set(cores) or slow >= set(cores):
         return {}
@@ -76,14 +76,14 @@ def _kinds(sysroot: Path, cores: Mapping[int, set[int]]) -> dict[int, str]:
 
 
 def _slower(cpus: Iterable[int], path: Callable[[int], Path]) -> set[int]:
-    """CPUs whose number is below three quarters of the largest: fast cores differ by a few percent as well."""
+    """CPUs whose number is below three quarters of the largest; fast cores differ by a few percent among each other."""
     numbers = {i: sysfs.number(path(i)) or 0 for i in cpus}
     largest = max(numbers.values(), default=0)
     return {i for i, number in numbers.items() if number * 4 < largest * 3}
 
 
 def caches(sysroot: Path, usable: Collection[int]) -> tuple[Cache, ...]:
-    """Data and unified caches, each once, by level."""
+    """Data and unified caches, each listed once, by level."""
     found: dict[tuple[int, tuple[int, ...]], Cache] = {}
     for i in sorted(usable):
         for folder in sysfs.numbered(sysroot / f"sys/devices/system/cpu/cpu{i}/cache", "index").values():
@@ -97,7 +97,7 @@ def caches(sysroot: Path, usable: Collection[int]) -> tuple[Cache, ...]:
 
 
 def model_and_flags(sysroot: Path) -> tuple[str, frozenset[str]]:
-    """Name and feature flags of the first CPU in /proc/cpuinfo; empty where it does not say."""
+    """Name and feature flags of the first CPU in /proc/cpuinfo; empty if it does not say."""
     fields: dict[str, str] = {}
     for line in (sysfs.text(sysroot / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
@@ -109,7 +109,7 @@ def model_and_flags(sysroot: Path) -> tuple[str, frozenset[str]]:
 
 
 def amx_allowed() -> bool:
-    """The running kernel lets programs use AMX tiles."""
+    """Whether the running kernel lets programs use AMX tiles."""
     if platform.machine() != "x86_64":
         return False
     found = ctypes.create_string_buffer(8)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by NVML, the NUMA node each hangs on, and how they reach each other.  Starts no CUDA context."""
+"""Reads NVIDIA GPUs by NVML: memory, NUMA node, links between them.  Starts no CUDA context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PEER_READ, _PEER_NVLINK, _PEER_OK = 0, 2, 0
 
 
 def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) -> tuple[tuple[Gpu, ...], list[str]]:
-    """The GPUs and warnings about those that cannot be used.  No driver library means no GPUs."""
+    """The GPUs, and warnings about those that cannot be used.  Without a driver library there are none."""
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -35,7 +35,7 @@ def read(sysroot: Path, usable: Collection[int], nodes: Collection[NumaNode]) ->
 
 
 def lost(index: int) -> str:
-    """What the driver finds wrong with a GPU that was there; empty where it can be used, or nobody can be asked."""
+    """The driver's error for a GPU that was there; empty if it can be used, or if there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -80,7 +80,7 @@ def _read(pynvml: Any, sysroot: Path, usable: Collection[int],
     links = {index: _links(pynvml, index, handles) for index in handles}
     for index, handle in handles.items():
         try:
-            pynvml.nvmlDeviceGetMemoryInfo(handle)      # a failed link does not say which of the two was lost
+            pynvml.nvmlDeviceGetMemoryInfo(handle)      # an error in `_links` does not say which GPU was lost
         except pynvml.NVMLError as error:
             warnings.append(f"GPU {index} cannot be used: {error}")
             del gpus[index]
@@ -89,7 +89,7 @@ def _read(pynvml: Any, sysroot: Path, usable: Collection[int],
 
 
 def _visible(pynvml: Any, index: int) -> bool:
-    """CUDA_VISIBLE_DEVICES, which NVML does not know, is how operators keep a GPU for something else."""
+    """Whether CUDA_VISIBLE_DEVICES, which NVML does not know, allows this GPU."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return True
@@ -105,7 +105,7 @@ def _partitioned(pynvml: Any, handle: Any) -> bool:
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
-        return False            # most GPUs, and drivers older than MIG
+        return False            # GPUs without MIG, and drivers older than it
 
 
 def _gpu(pynvml: Any, index: int, handle: Any, sysroot: Path, usable: Collection[int],
@@ -122,7 +122,7 @@ def _gpu(pynvml: Any, index: int, handle: Any, sysroot: Path, usable: Collection
 
 
 def _affinity(pynvml: Any, handle: Any, usable: Collection[int]) -> set[int] | None:
-    words = max(usable, default=0) // 64 + 1         # CPU numbers can be sparse: counting them is not enough
+    words = max(usable, default=0) // 64 + 1         # CPU numbers can be sparse
     try:
         masks = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
@@ -131,9 +131,9 @@ def _affinity(pynvml: Any, handle: Any, usable: Collection[int]) -> set[int] | N
 
 
 def _node(folder: Path, near: set[int], nodes: Collection[NumaNode]) -> int | None:
-    """The firmware's word, or else the only NUMA node that has the GPU's near CPUs.
+    """The NUMA node by the firmware, or else the only one that has the GPU's near CPUs.
 
-    Not nvmlDeviceGetNumaNodeId: that is the node a GPU's own memory forms.
+    Not nvmlDeviceGetNumaNodeId, which is the node that a GPU's own memory forms.
     """
     told = sysfs.number(folder / "numa_node")
     if told is not None and told >= 0:
@@ -143,7 +143,7 @@ def _node(folder: Path, near: set[int], nodes: Collection[NumaNode]) -> int | No
 
 
 def _links(pynvml: Any, index: int, handles: Mapping[int, Any]) -> list[Link]:
-    """What the driver tells about the ways from one GPU to the others; nothing decides by it, so gaps are no fault."""
+    """Links from one GPU to the others; those for which the driver reports an error are left out."""
     links = []
     for other, handle in handles.items():
         if other == index:

@@ -1,4 +1,4 @@
-"""NUMA nodes and memory: what is there and how much of it this process may use."""
+"""Reads NUMA nodes and memory, and how much of it this process may use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(sysroot: Path, usable: Collection[int], memory_allowed: Collection[int]
 
 
 def node_of_cpus(nodes: Collection[NumaNode]) -> tuple[dict[int, int], set[int]]:
-    """NUMA node by CPU, and the CPUs that several nodes claim (broken firmware), which are in none."""
+    """NUMA node by CPU, and the CPUs that several nodes list (broken firmware), which count as in none."""
     owner: dict[int, int] = {}
     claimed_twice: set[int] = set()
     for node in nodes:
@@ -40,24 +40,24 @@ def node_of_cpus(nodes: Collection[NumaNode]) -> tuple[dict[int, int], set[int]]
 
 
 def memory(sysroot: Path, limit: int | None) -> int | None:
-    """Bytes this process may use: the machine's memory, or less where a cgroup limits it."""
+    """Bytes this process may use: the machine's memory, or a cgroup's limit if that is less."""
     known = [value for value in (_meminfo(sysroot / "proc/meminfo"), limit) if value is not None]
     return min(known, default=None)
 
 
 def huge_pages(sysroot: Path) -> tuple[HugePages, ...]:
-    """Of the whole machine, by size."""
+    """Reserved huge pages of the whole machine, by size."""
     return _huge_pages(sysroot / "sys/kernel/mm/hugepages")
 
 
 def transparent_huge_pages(sysroot: Path) -> str:
-    """The word in brackets of "always [madvise] never"; empty where it is not told."""
+    """The word in brackets of "always [madvise] never"; empty if not known."""
     found = re.search(r"\[(\w+)\]", sysfs.text(sysroot / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     return found[1] if found else ""
 
 
 def _cpus(path: Path) -> set[int]:
-    """CPUs as the node lists them, also those that are switched off.  cpulist is younger than cpumap."""
+    """CPUs that the node lists, also those that are switched off.  Old kernels have cpumap but not cpulist."""
     listed = sysfs.numbers(path / "cpulist")
     return (sysfs.mask(path / "cpumap") or set()) if listed is None else listed
 
@@ -68,7 +68,7 @@ def _meminfo(path: Path) -> int | None:
 
 
 def _distances(path: Path, ids: list[int]) -> tuple[tuple[int, int], ...]:
-    """The file has one number for each online node, in order."""
+    """(NUMA node, distance); the file has one number for each online node, in order."""
     try:
         row = [int(part) for part in (sysfs.text(path / "distance") or "").split()]
     except ValueError:
@@ -77,7 +77,7 @@ def _distances(path: Path, ids: list[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _huge_pages(folder: Path) -> tuple[HugePages, ...]:
-    """Sizes of which an administrator set pages aside."""
+    """Sizes of which an administrator has reserved pages."""
     found = []
     for name in sysfs.names(folder):
         size = re.fullmatch(r"hugepages-(\d+)kB", name)

@@ -1,4 +1,4 @@
-"""Reads the machine into a Topology.  Missing or odd files give a poorer answer, never an exception."""
+"""Reads the machine into a Topology.  Missing or malformed files leave out facts and never raise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from epdd.hardware.topology import Gpu, Topology, ranges
 
 def probe(sysroot: str | Path = "/", affinity: Collection[int] | None = None,
           gpus_known: tuple[Gpu, ...] | None = None) -> Topology:
-    """What is below `sysroot`, reduced to what this process may use.
+    """The machine below `sysroot`, reduced to what this process may use.
 
-    `affinity` is the set of CPUs to stay within (None: this process's own on the live system, the recorded
-    cpuset on a saved one); `gpus_known` stands in for asking NVML, which only the live system can be.
+    `affinity` limits the CPUs (None: this process's own on the live system, the recorded cpuset on a saved one).
+    `gpus_known` replaces NVML, which only the live system has.
     """
     root = Path(sysroot)
     live = root.resolve() == Path("/")

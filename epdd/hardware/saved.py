@@ -1,4 +1,4 @@
-"""A Topology as a JSON file: saved on one machine, planned for on another."""
+"""A Topology as a JSON file, to plan on one machine for another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load(path: Path) -> Topology:
     """Raises HardwareError if it is not a topology of this version."""
     try:
         content = path.read_bytes()
-        # The version first: another one's fields would be reported as damage.
+        # Check the version first: unknown fields of another version would be reported as damage.
         version = msgspec.json.decode(content, type=_Head).epdd_topology
         if version != VERSION:
             raise HardwareError(f"{path}: topology of version {version}; this epdd reads version {VERSION}")

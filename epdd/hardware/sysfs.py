@@ -1,13 +1,13 @@
-"""Small files under /sys and /proc, any of which may be missing or odd: then the answer is None.
+"""Reads small files under /sys and /proc.  If a file is missing or malformed, the result is None.
 
-`text` and `names` are the only two that touch the filesystem.
+Only `text` and `names` access the filesystem.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-NUMBER_MAX = 1 << 16        # above any CPU or node number Linux gives; keeps "0-4294967295" from filling memory
+NUMBER_MAX = 1 << 16        # above any CPU or node number of Linux; a file with "0-4294967295" must not fill memory
 
 
 def text(path: Path) -> str | None:
@@ -57,7 +57,7 @@ def parse(content: str) -> set[int] | None:
 
 
 def names(folder: Path) -> list[str]:
-    """What a folder holds; nothing where it is missing."""
+    """The entries of a folder; none if it is missing."""
     try:
         return [entry.name for entry in folder.iterdir()]
     except OSError:

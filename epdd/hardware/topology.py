@@ -1,4 +1,4 @@
-"""What the machine has, as plain values.  Read by `probe`, used by `placement`; nothing here touches a file."""
+"""What the machine has, as plain values: `probe` reads them, `placement` uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cpu:
 
     id: int
     core: int                           # lowest logical CPU of the same physical core: unique in the machine
-    socket: int                         # -1: not told
+    socket: int                         # -1: not known
     node: int | None                    # its NUMA node; None: in none, or in several
     siblings: tuple[int, ...]           # usable logical CPUs of the same core, itself included
     kind: str = ""                      # on hybrid processors PERFORMANCE or EFFICIENCY; elsewhere empty
@@ -29,7 +29,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Pages of one size that an administrator set aside."""
+    """Pages of one size that an administrator has reserved."""
 
     page_bytes: int
     total: int
@@ -42,9 +42,9 @@ class NumaNode:
 
     id: int
     cpus: tuple[int, ...]               # usable CPUs that the node lists
-    memory_bytes: int | None            # 0: none; None: not told
+    memory_bytes: int | None            # 0: none; None: not known
     distances: tuple[tuple[int, int], ...] = ()     # (NUMA node, distance), 10 is local
-    memory_allowed: bool = True         # False: a cpuset keeps this process from the node's memory
+    memory_allowed: bool = True         # False: a cpuset forbids this process the node's memory
     huge_pages: tuple[HugePages, ...] = ()
 
     @property
@@ -72,8 +72,8 @@ class Gpu:
     memory_bytes: int
     bus_id: str                         # as in sysfs: 0000:41:00.0
     numa_node: int | None
-    cpus: tuple[int, ...]               # usable CPUs near it; empty: not told
-    links: tuple[Link, ...] = ()        # to every other usable GPU, as far as the driver tells
+    cpus: tuple[int, ...]               # usable CPUs near it; empty: not known
+    links: tuple[Link, ...] = ()        # to other usable GPUs, as far as known
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Topology:
     flags: frozenset[str] = frozenset()     # of the first CPU, as in /proc/cpuinfo
     amx_allowed: bool = True            # False: the kernel does not let programs use the tiles
     warnings: tuple[str, ...] = ()
-    offline: tuple[int, ...] = ()       # CPUs that are there but switched off
-    barred: tuple[int, ...] = ()        # CPUs that are on, but a cpuset or the affinity keeps this process off
-    cpu_quota: float | None = None      # CPUs' worth of time that a cgroup grants; None: no limit
+    offline: tuple[int, ...] = ()       # CPUs that are switched off
+    barred: tuple[int, ...] = ()        # CPUs that are on, but that a cpuset or the affinity forbids
+    cpu_quota: float | None = None      # CPU seconds a second that a cgroup allows; None: no limit
     caches: tuple[Cache, ...] = ()      # data and unified ones
     huge_pages: tuple[HugePages, ...] = ()
-    transparent_huge_pages: str = ""    # the kernel's policy: always, madvise, never; empty: not told
+    transparent_huge_pages: str = ""    # the kernel's policy: always, madvise, never; empty: not known
 
     @property
     def sockets(self) -> int:
@@ -104,7 +104,7 @@ class Topology:
 
     @property
     def amx(self) -> bool:
-        """Matrix tiles for bfloat16 can be used."""
+        """Whether AMX tiles for bfloat16 can be used."""
         return {"amx_tile", "amx_bf16"} <= self.flags and self.amx_allowed
 
     @property
@@ -113,7 +113,7 @@ class Topology:
 
     @property
     def bf16(self) -> bool:
-        """The CPUs multiply bfloat16 in hardware; without, it is far slower than float32."""
+        """Whether CPUs multiply bfloat16 in hardware; without, bfloat16 is far slower than float32."""
         return self.amx or "avx512_bf16" in self.flags
 
     @property

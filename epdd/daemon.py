@@ -269,16 +269,16 @@ class Daemon:
         self._stop.set()
 
     async def _drain(self) -> None:
-        """Let the requests in the house end, within server.shutdown_timeout_s."""
+        """Let the requests in flight end, within server.shutdown_timeout_s."""
         if self._exit_code:
             return      # it never served; its state stays "failed"
-        systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.inside} requests still running")
+        systemd.notify(STOPPING="1", STATUS=f"stopping, {self._admission.in_flight} requests still running")
         self._admission.draining = True
         began = time.monotonic()
-        while self._admission.inside and time.monotonic() - began < self._shutdown_timeout_s:
+        while self._admission.in_flight and time.monotonic() - began < self._shutdown_timeout_s:
             await asyncio.sleep(0.05)
-        if self._admission.inside:
-            logger.error("epdd stops with requests running count=%s", self._admission.inside)
+        if self._admission.in_flight:
+            logger.error("epdd stops with requests running count=%s", self._admission.in_flight)
 
     def _reopen(self) -> None:
         """SIGUSR1: open the request log anew, after somebody has moved the file away."""

@@ -1,1 +1,1 @@
-"""One request's way: admission, queue, router, leases, pipeline."""
+"""One request's way through the daemon: admission, encoder cache, queue, router, pipeline."""

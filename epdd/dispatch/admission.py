@@ -1,4 +1,4 @@
-"""What may enter: how many requests at once, and whether a request could ever run."""
+"""Limits the requests in flight, and refuses a request that could never run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epdd.fleet.supervisor import Supervisor
 
 
 class Admission:
-    """Counts the requests in the house; knows the limits of the living workers."""
+    """Counts the requests in flight; knows the limits of the workers in service."""
 
     def __init__(self, max_requests: int, supervisor: Supervisor, cache: EncoderCache, family: ModelInfo) -> None:
         self._max_requests = max_requests
@@ -21,34 +21,34 @@ class Admission:
         self._cache = cache
         self._family = family
         self._max_model_len = 0
-        self.inside = 0
+        self.in_flight = 0
         self.draining = False
 
-    def room(self) -> None:
-        """Raises Overloaded over the limit, NoWorker while none can serve."""
+    def check_load(self) -> None:
+        """Raises Overloaded at the limit (`server.max_requests`), NoWorker while no PD worker can serve."""
         if self.draining:
             raise NoWorker("the server is stopping")
-        # A worker that was well and is coming back is worth waiting for; one that never was is not.
-        # Encoders are not asked for: text needs none, and images wait for them in the queue.
+        # A request waits for a PD worker that restarts, not for one that has never been ready.
+        # Encoders do not count: text needs none, and images wait for them in the queue.
         workers = self._supervisor.role("pd")
         if not any(worker.comes_back and worker.was_ready for worker in workers):
             served = any(worker.was_ready for worker in workers)
             raise NoWorker(f"no prefill-decode worker is {'in service' if served else 'ready yet'}")
-        if self.inside >= self._max_requests:
-            raise Overloaded(f"{self.inside} requests are being served, the limit")
+        if self.in_flight >= self._max_requests:
+            raise Overloaded(f"{self.in_flight} requests are being served, the limit")
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        """One request in the house.  Raises as `room` does."""
-        self.room()
-        self.inside += 1
+    def admit(self) -> Iterator[None]:
+        """Count one request in flight.  Raises what `check_load` raises."""
+        self.check_load()
+        self.in_flight += 1
         try:
             yield
         finally:
-            self.inside -= 1
+            self.in_flight -= 1
 
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer that a PD worker can hold; what was last known while none is up."""
+        """Tokens of prompt and answer that every PD worker can hold; the last known number while none is ready."""
         known = [worker.ready.max_model_len for worker in self._supervisor.role("pd") if worker.ready is not None]
         if known:
             self._max_model_len = min(known)
@@ -67,5 +67,5 @@ class Admission:
                              code="image_too_large", param="messages")
 
     def embedding_sizes(self, request: Request) -> list[int]:
-        """Arena bytes to lease for each image: float32 always fits, what is left goes back after encoding."""
+        """Arena bytes to lease for each image: enough for float32; the rest is released after encoding."""
         return [self._family.embedding_bytes(image.rows) for image in request.images]

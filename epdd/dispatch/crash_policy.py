@@ -1,11 +1,10 @@
-"""What happens to an image or a prompt when the worker that had it crashes: it is tried again, alone, or rejected.
+"""Retries each image or prompt of a crashed worker once, alone; rejects it if its worker crashes again.
 
-It is tried once more, isolated from others that were in a crashed worker, so that these do not crash with it again.
-If the worker crashes the second time too, the item is rejected for `fleet.poison_s` seconds.  That may be wrong when
-workers crash for other reasons, so nothing is remembered for ever.
+It is retried alone so that a second crash loses no other work.  A rejection lasts `fleet.poison_s` seconds, because a
+worker may also have crashed for another reason.
 
-Unlike caches this is shared by all API keys and salts: a crash takes everybody's work with it, and a client must not be
-able to cause it again by another salt.
+All API keys and salts share the rejections, unlike caches: a crash loses the work of every client, and a client must
+not be able to repeat it with another salt.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from epdd.errors import EpddError, OutOfMemory, Rejected, WorkerLost
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 2
-KEYS_MAX = 4096         # the oldest are forgotten first; half a megabyte when full
+KEYS_MAX = 4096         # rejections kept, the newest; half a megabyte
 
 
 @dataclass
 class Attempts:
-    """To get one image or prompt through a worker."""
+    """Attempts to process one image or prompt."""
 
     begun: int = 0
-    crashes: int = 0            # of workers that had it, by themselves
+    crashes: int = 0            # workers that crashed with it; those that the daemon ended do not count
 
     @property
     def left(self) -> bool:
@@ -42,9 +41,9 @@ class Attempts:
 
 @dataclass
 class CrashCounts:
-    images: int = 0         # found to crash encoders
-    prompts: int = 0        # found to crash prefill-decode workers
-    refused: int = 0        # requests that met one known already
+    images: int = 0         # images that crashed encoders
+    prompts: int = 0        # prompts that crashed prefill-decode workers
+    refused: int = 0        # requests refused for one of those
 
 
 class CrashPolicy:
@@ -53,27 +52,30 @@ class CrashPolicy:
     def __init__(self, remember_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._remember_s = remember_s
         self._clock = clock
-        self._known: OrderedDict[str, tuple[float, Rejected]] = OrderedDict()   # by when they were found
-        self._isolated = asyncio.Lock()         # held by the one prompt that is tried alone
+        self._known: OrderedDict[str, tuple[float, Rejected]] = OrderedDict()   # key -> end, error; oldest first
+        self._isolated = asyncio.Lock()         # held by the prompt that is retried alone
         self.counts = CrashCounts()
 
     def image_lost(self, content: str, attempts: Attempts, error: EpddError, wanted: bool) -> EpddError | None:
-        """What to tell all who wait for an image that an encoder did not encode; None: it is tried again, alone."""
+        """The error of all requests for an image that an encoder did not encode; None: it is retried alone.
+
+        `wanted`: a request still needs the image.
+        """
         attempts.crashes += isinstance(error, WorkerLost) and error.crashed
-        # Alone there may be memory enough, or on another device.
+        # Alone, or on another device, it may have enough memory.
         if (error.retryable or isinstance(error, OutOfMemory)) and attempts.left and wanted:
             return None
         if attempts.crashes == ATTEMPTS_MAX:
             return self.reject_image(content)
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.message)
-            error.retryable = False         # nor by the request
+            error.retryable = False         # the request is not retried either
         return error
 
     def prompt_lost(self, request: Request, attempts: Attempts, error: WorkerLost, begun: bool) -> None:
-        """Returns if the request is tried again.  `begun`: tokens were sent.
+        """Returns if the request is retried.  `begun`: tokens were sent.
 
-        Raises Rejected if the prompt crashed two workers, else `error`.
+        Raises Rejected if the prompt crashed ATTEMPTS_MAX workers, else `error`.
         """
         attempts.crashes += error.crashed
         if attempts.crashes == ATTEMPTS_MAX and not begun:
@@ -83,21 +85,21 @@ class CrashPolicy:
             raise error
 
     def isolation(self, attempts: Attempts) -> Isolation:
-        """For the next try of a prompt."""
+        """For the next attempt of a prompt."""
         return Isolation(self._isolated if attempts.crashes else None)
 
     def reject_image(self, content: str) -> Rejected:
-        """From now on; what to tell those who sent it."""
+        """Reject an image from now on; returns the error for its clients."""
         self.counts.images += 1
-        return self._add(content, Rejected("an encoder died over this image, twice", code="image_rejected"))
+        return self._add(content, Rejected("an encoder crashed on this image, twice", code="image_rejected"))
 
     def reject_prompt(self, request: Request) -> Rejected:
-        """From now on; what to tell its sender."""
+        """Reject a prompt from now on; returns the error for its client."""
         self.counts.prompts += 1
-        return self._add(_prompt_key(request), Rejected("a worker died over this prompt, twice"))
+        return self._add(_prompt_key(request), Rejected("a worker crashed on this prompt, twice"))
 
     def _add(self, key: str, error: Rejected) -> Rejected:
-        log.error("%s key=%s refused for seconds=%g: %s", error.code, key, self._remember_s, error.message)
+        log.error("%s key=%s rejected for seconds=%g: %s", error.code, key, self._remember_s, error.message)
         self._known.pop(key, None)
         self._known[key] = self._clock() + self._remember_s, error
         while len(self._known) > KEYS_MAX:
@@ -106,7 +108,7 @@ class CrashPolicy:
 
     def check(self, request: Request) -> None:
         """Raises Rejected if the prompt or an image of it is known to crash workers."""
-        if self.entries:    # seldom: then no prompt needs to be hashed
+        if self.entries:    # rarely; without any, no prompt is hashed
             self._check([*(image.content for image in request.images), _prompt_key(request)])
 
     def _check(self, keys: Iterable[str]) -> None:
@@ -118,12 +120,12 @@ class CrashPolicy:
 
     @property
     def isolating(self) -> bool:
-        """Whether a prompt is tried alone now."""
+        """Whether a prompt is being retried alone."""
         return self._isolated.locked()
 
     @property
     def entries(self) -> int:
-        """How many are remembered."""
+        """Rejections in force."""
         now = self._clock()
         while self._known and next(iter(self._known.values()))[0] <= now:
             self._known.popitem(last=False)
@@ -131,7 +133,7 @@ class CrashPolicy:
 
 
 class Isolation:
-    """The right to be the only prompt with a crash behind it before its first token, ended once; without lock, none."""
+    """Lets one prompt that crashed a worker run at a time, until its first token.  Without a lock it does nothing."""
 
     def __init__(self, lock: asyncio.Lock | None) -> None:
         self._lock = lock
@@ -149,7 +151,7 @@ class Isolation:
 
 
 def _prompt_key(request: Request) -> str:
-    """Of all that is read: images are equal placeholders among the tokens, and a grammar is compiled with them."""
+    """Hash of tokens, grammar and images: the placeholders of different images are equal tokens."""
     digest = hashlib.blake2b(array("i", request.tokens).tobytes(), digest_size=20)
     for part in (request.sampling.grammar, *(image.content for image in request.images)):
         digest.update(b"\0" + part.encode())

@@ -1,4 +1,4 @@
-"""Images to encoders: queue, router and hand-over in one place, and what happens when an encoding ends."""
+"""Hands images to encoders as the router decides, and handles the end of each encoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
 
-SHARE_S = 60.0              # about so far back goes a worker's share of the encoded work
+SHARE_S = 60.0              # window of a worker's share of the encoded patches
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,13 +40,13 @@ class ImageJob(Job):
 
 
 class Encoding:
-    """The encode stage.  Everything happens in the event loop, between two awaits."""
+    """The encode stage.  All calls come from the event loop; none awaits."""
 
     def __init__(self, supervisor: Supervisor, cache: EncoderCache, config: Config, family: ModelInfo,
                  history: History) -> None:
-        # A typical image, until some have come: half of the largest size.
+        # The router's first guess of a typical image: half of the largest size.
         typical = max(1, family.rows_max * family.merge ** 2 // 2)
-        self.settings = router = config.router      # in force: a file's, or an operator's of the moment
+        self.settings = router = config.router      # in force: from the file, or from `epdctl policy`
         self.router = Router(router.policy, router.unit, router.ratio, router.slack, config.encoder.ahead_s, typical)
         self._supervisor = supervisor
         self._cache = cache
@@ -62,20 +62,20 @@ class Encoding:
         self._timer: asyncio.TimerHandle | None = None
 
     def configure(self, router: RouterConfig) -> None:
-        """Route by other rules from now on; what is in flight stays where it is."""
+        """Change the routing settings; images in flight stay where they are."""
         self.settings = router
         self.router.configure(router.policy, router.unit, router.ratio, router.slack, time.monotonic())
         self.pump()
 
     def submit(self, embedding: EncoderCacheEntry, request: Request, patches: int) -> None:
-        """Queue an image whose lease is taken, of a request with `patches` to encode."""
+        """Queue an image; `patches` are those of all images that its request has to encode."""
         job = ImageJob(request.id, embedding.image.patches, len(request.images), patches, tenant=request.tenant,
                        embedding=embedding)
         self._jobs[embedding] = job
         self.router.submit(job, time.monotonic())
 
     def abandon(self, embedding: EncoderCacheEntry) -> None:
-        """Nobody wants it any more: out of the queue, or if it is in flight, tell the worker."""
+        """No request needs the image any more: take it out of the queue, or cancel its work."""
         job = self._jobs.get(embedding)
         if job is not None and job.work is not None:
             job.work.cancel()
@@ -95,7 +95,7 @@ class Encoding:
         self.pump()
 
     def pump(self) -> None:
-        """Hand over whatever can start now.  Called after every change of queue or fleet."""
+        """Hand over every image that can start now.  Called after every change of queue or fleet."""
         if self._supervisor.stopping or not any(worker.comes_back for worker in self._workers.values()):
             for job in self.router.take_all():
                 self._fail(job, NoWorker("no encoder is in service"))
@@ -105,7 +105,7 @@ class Encoding:
         if self._timer is not None:
             self._timer.cancel()
         wake_at = self.router.wake_at(now)
-        # The event loop's clock is another one.
+        # The event loop has another clock.
         self._timer = None if wake_at is None else asyncio.get_running_loop().call_later(wake_at - now, self.pump)
 
     def _hand_over(self, choice: RoutingDecision) -> None:
@@ -128,40 +128,40 @@ class Encoding:
         job.work.on_end(lambda: self._cache.end_encoding(embedding, target))
 
     def _place(self, embedding: EncoderCacheEntry, worker: Worker) -> tuple[int, int]:
-        """In which arena the encoder should write, and how many bytes at most."""
+        """The arena in which the encoder writes, and the most bytes."""
         if worker.ready is None or worker.ready.pool is None:
             return HOST, embedding.lease.size
         return self.transport.arena_for(worker), self._family.embedding_bytes(embedding.image.rows, worker.ready.dtype)
 
     def _ended(self, job: ImageJob, worker: Worker, event: WorkEvent) -> None:
-        """The worker's last word on an image."""
+        """The last event of an image's work."""
         embedding = job.embedding
-        held = job.work is not None and not job.work.ended      # by a process that was killed and does not go
+        stuck = job.work is not None and not job.work.ended     # in a process that was killed and does not exit
         job.work = None
         self._history.encoding_ended(embedding, event)
         if isinstance(event, Encoded):
-            # Before the router looks at the worker again.
+            # Before the router uses the time model again.
             self.model(worker).observe(job.patches, event.seconds, time.monotonic())
         self.router.ended(job, time.monotonic())
         if isinstance(event, Encoded):
             self._encoded(job, worker, event)
         elif isinstance(event, Cancelled):
-            # Somebody may have asked for the same image after it was cancelled.
+            # Another request may need the image since it was cancelled.
             if embedding.ref_count:
                 job.attempts.begun -= 1
                 self._submit_again(job)
             else:
                 del self._jobs[embedding]
-        elif held:
-            # It may still write there: who waits begins anew, with other bytes.
-            self._fail(job, WorkerLost(f"{worker.name} does not end"))
+        elif stuck:
+            # The process may still write to these bytes, so the requests are retried with others.
+            self._fail(job, WorkerLost(f"{worker.name} was killed and does not exit"))
         else:
             error = _error(job, worker, event)
-            told = self.crashes.image_lost(embedding.image.content, job.attempts, error, embedding.ref_count > 0)
-            if told is not None:
-                self._fail(job, told)
+            final = self.crashes.image_lost(embedding.image.content, job.attempts, error, embedding.ref_count > 0)
+            if final is not None:
+                self._fail(job, final)
             else:
-                log.warning("%s image=%s is placed again: %s", job.request_id, embedding.key, error.message)
+                log.warning("%s image=%s is retried: %s", job.request_id, embedding.key, error.message)
                 self._submit_again(job)
         self.pump()
 
@@ -179,8 +179,8 @@ class Encoding:
                 or event.bytes != self._family.embedding_bytes(image.rows, event.dtype)
                 or event.bytes > (job.embedding.gpu_lease or job.embedding.lease).size):
             worker.failed += 1
-            log.error("%s %s wrote %s rows, %s bytes of %s where %s rows were due", job.request_id, worker.name,
-                      event.rows, event.bytes, event.dtype, image.rows)
+            log.error("%s %s wrote %s image tokens, %s bytes of %s; expected image tokens=%s", job.request_id,
+                      worker.name, event.rows, event.bytes, event.dtype, image.rows)
             self._fail(job, ProtocolError("an encoder's answer does not fit its image"))
             return
         worker.done += 1
@@ -190,15 +190,15 @@ class Encoding:
         self._cache.written(job.embedding, event.bytes, event.dtype)
 
     def share(self, worker: Worker) -> float | None:
-        """The encoder's part, 0 to 1, of the patches encoded in about the last minute; None if there were none."""
+        """The encoder's share, 0 to 1, of the patches encoded in about the last SHARE_S; None if there were none."""
         rates = {name: rate.value() for name, rate in self._patches.items() if name in self._workers}
-        # A rate that decays never reaches zero; less than a patch is nothing.
+        # A decaying rate never reaches zero; less than one patch counts as none.
         if (total := sum(rates.values())) * SHARE_S < 1.0:
             return None
         return rates.get(worker.name, 0.0) / total
 
     def slow(self, worker: Worker) -> bool:
-        """Whether the encoder has been slower than at its start for long."""
+        """Whether the encoder is SLOW_FACTOR slower than at its warm-up, for SLOW_AFTER_S (`time_models`)."""
         return self.model(worker).slow(time.monotonic())
 
     def model(self, worker: Worker) -> TimeModel:
@@ -216,7 +216,7 @@ class Encoding:
 
 
 def _error(job: ImageJob, worker: Worker, event: WorkEvent) -> EpddError:
-    """What went wrong with an image, by its last event."""
+    """The error of an image that was not encoded, by its last event."""
     if isinstance(event, EpddError):
         return event
     assert isinstance(event, Failed)

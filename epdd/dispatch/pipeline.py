@@ -1,4 +1,4 @@
-"""A request's way: leases for its images, encoding, then prefill and decode; the same cancel path everywhere."""
+"""One request: encoder cache entries for its images, encoding, then prefill and decode; one way to cancel."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from epdd.wire import Cancelled, Done, Encoded, Failed, Generate, Prefilled, Spa
 
 log = logging.getLogger(__name__)
 
-# Tokens that an answer counts for when a worker is chosen, at most: max_tokens is often just the rest of the context.
+# Limit of an answer's cost when a worker is chosen, in tokens: max_tokens is often the whole rest of the context.
 ANSWER_TOKENS = 512
-# Tokens of each choice, on average, that wait for a client who does not read; with 20 log probabilities each 5 MB.
+# Limit of tokens that wait for a slow client, for each choice on average; with 20 log probabilities each, 5 MB.
 UNREAD_MAX = 4096
 
 
 class Restarted:
-    """All choices begin anew: what came of them before is void."""
+    """All choices start again: drop the tokens received so far."""
 
 
 Answer = tuple[int, Prefilled | Tokens | Done]
 
 
 class Pipeline:
-    """Runs requests; holds nothing between them."""
+    """Runs requests; keeps no state of them after their end."""
 
     def __init__(self, supervisor: Supervisor, cache: EncoderCache, encoding: Encoding, admission: Admission,
                  history: History) -> None:
@@ -53,15 +53,15 @@ class Pipeline:
         self._crashes = encoding.crashes
 
     def fleet_changed(self) -> None:
-        """A worker's state changed: those who wait for one look again."""
+        """A worker's state changed: requests that wait for a worker check again."""
         self._changed.set()
         self._encoding.fleet_changed()
 
     async def run(self, request: Request) -> AsyncGenerator[Answer | tuple[int, Restarted], None]:
-        """(choice index, event) until every choice is Done.  Closing the iterator cancels what is left.
+        """(choice index, event) until every choice is Done.  Closing the iterator cancels the rest.
 
-        Raises EpddError; WorkerLost only if tokens were sent already or a second worker was lost as well, Rejected if
-        both died by themselves.
+        Raises EpddError: WorkerLost if tokens were sent already or the retry lost its worker too, Rejected if both
+        workers crashed.
         """
         attempts = Attempts()
         with self._history.record(request) as trace:
@@ -77,7 +77,7 @@ class Pipeline:
                 except WorkerLost as error:
                     trace.lost(error)
                     self._crashes.prompt_lost(request, attempts, error, begun)
-                    log.warning("%s is placed again: %s", request.id, error.message)
+                    log.warning("%s is retried: %s", request.id, error.message)
                 if begun:
                     yield 0, Restarted()
 
@@ -102,7 +102,7 @@ class Pipeline:
             self._release(embeddings)
 
     def _release(self, embeddings: list[EncoderCacheEntry]) -> None:
-        """Let go of each once; those nobody else wants stop being encoded."""
+        """Release each entry once; images that no other request needs are not encoded any more."""
         while embeddings:
             embedding = embeddings.pop()
             self._cache.release(embedding)
@@ -110,12 +110,12 @@ class Pipeline:
                 self._encoding.abandon(embedding)
 
     async def _embed(self, request: Request, trace: RequestTrace) -> list[EncoderCacheEntry]:
-        """Every image's embedding, ready; the caller releases them."""
+        """The entries of all images, with embeddings written; the caller releases them."""
         embeddings, fresh = await self._cache.acquire(request.images, self._admission.embedding_sizes(request))
         trace.leased(embeddings, fresh)
         waits: list[asyncio.Task[None]] = []
         try:
-            self._crashes.check(request)    # it may have become known during the wait for room
+            self._crashes.check(request)    # again: an image may have been rejected during the wait for room
             patches = sum(embedding.image.patches for embedding in fresh)
             for embedding in fresh:
                 self._encoding.submit(embedding, request, patches)
@@ -134,9 +134,9 @@ class Pipeline:
         return embeddings
 
     async def _pd_worker(self, request: Request, embeddings: list[EncoderCacheEntry]) -> tuple[Worker, int]:
-        """Of the PD workers that can read these the one with the least in flight, less what it knows of the prompt.
+        """The PD worker that can read the embeddings and has the least to do, and how many prompt tokens it has cached.
 
-        Also those tokens.  Waits while a worker is coming back.
+        Cached tokens count as work saved.  Waits while a worker restarts.
         """
         transport, digests = self._encoding.transport, chain(request)
         while True:
@@ -161,20 +161,20 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         timer = loop.call_at(request.deadline, events.put_nowait, (0, _late())) if request.deadline else None
         try:
-            holds = []
+            unpins = []
             for index in range(request.n):
                 work_id = f"{request.id}.{attempt}.{index}"
-                work, let_go = self._start(request, work_id, index, worker, known, embeddings, events)
+                work, unpin = self._start(request, work_id, index, worker, known, embeddings, events)
                 works.append(work)
-                holds.append(let_go)
+                unpins.append(unpin)
             open_choices, reading = request.n, request.n
             while open_choices:
                 index, event = await events.get()
                 answer = _answer(event, worker)
                 if isinstance(answer, Prefilled):
                     self._encoding.transport.check(embeddings)
-                    holds[index]()
-                    # What is left is decoding beside others: who chooses a worker shall see the prompts that wait.
+                    unpins[index]()
+                    # Decoding runs beside other work, so the prompt does not count any more when a worker is chosen.
                     works[index].cost = _answer_cost(request)
                     reading -= 1
                     if reading == 0:
@@ -203,18 +203,18 @@ class Pipeline:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + index)
         tokens = array("i", request.tokens)
         cost = len(tokens) - known + _answer_cost(request)
-        held = list(embeddings)
+        pinned = list(embeddings)
 
-        def let_go() -> None:
-            while held:
-                self._cache.unpin(held.pop())
+        def unpin() -> None:
+            while pinned:
+                self._cache.unpin(pinned.pop())
 
         work = worker.start(Generate(work_id, spans, sampling, request.salt, request.tenant), tokens.tobytes(), cost,
                             worker.warm_up_s, lambda event: events.take(index, event))
-        for embedding in held:
+        for embedding in pinned:
             self._cache.pin(embedding)
-        work.on_end(let_go)
-        return work, let_go
+        work.on_end(unpin)
+        return work, unpin
 
 
 def _answer_cost(request: Request) -> int:
@@ -222,7 +222,7 @@ def _answer_cost(request: Request) -> int:
 
 
 def _answer(event: WorkEvent, worker: Worker) -> Prefilled | Tokens | Done:
-    """The event as an answer to the client's request, or raised as the error it is."""
+    """The event as an answer; raises it if it is an error."""
     if isinstance(event, EpddError):
         raise event
     if isinstance(event, Failed):
@@ -234,14 +234,14 @@ def _answer(event: WorkEvent, worker: Worker) -> Prefilled | Tokens | Done:
 
 
 class _Events(asyncio.Queue[tuple[int, WorkEvent]]):
-    """What workers say to a request, by choice, until it is read."""
+    """(choice index, event) from workers, until the client's handler reads it."""
 
     def __init__(self, works: list[Work], unread_max: int) -> None:
         super().__init__()
         self._works, self._unread_max = works, unread_max
 
     def take(self, index: int, event: WorkEvent) -> None:
-        """Beyond the limit the works are stopped, which the reader is told once it has read the rest."""
+        """At the limit, cancel the works; the reader gets the error after the events before it."""
         if self.qsize() < self._unread_max:
             self.put_nowait((index, event))
             return

@@ -1,7 +1,7 @@
-"""Which beginnings of prompts each prefill-decode worker was given: there its prefix cache may still have them.
+"""Estimates how much of a prompt each prefill-decode worker has in its prefix cache, from the prompts it was given.
 
-A guess that only decides who is asked.  What really need not be computed again the worker knows itself, by comparing
-tokens (`worker/language/prefix_cache.py`), and answers report that.
+The estimate only chooses the worker.  The worker compares tokens itself (`worker/language/prefix_cache.py`), and
+answers report what it found.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 from epdd.dispatch.request import Request
 from epdd.fleet.worker import Worker
 
-BLOCK = 64          # tokens; a beginning is known in whole blocks
+BLOCK = 64          # tokens; prefixes are compared in whole blocks
 
 
 def chain(request: Request) -> list[bytes]:
-    """A digest for each whole block of the prompt, of the salt and all tokens and images from the first to its end."""
+    """One digest for each whole block of the prompt, over the salt and all tokens and images up to the block's end."""
     digests: list[bytes] = []
     tokens, spans, last = array("i", request.tokens), iter(request.spans), request.salt.encode()
     span = next(spans, None)
@@ -27,7 +27,7 @@ def chain(request: Request) -> list[bytes]:
         digest = blake2b(last, digest_size=16)
         digest.update(tokens[end - BLOCK:end])
         while span is not None and span.start < end:
-            digest.update(request.images[span.image].key.encode())      # its placeholders are like any other's
+            digest.update(request.images[span.image].key.encode())      # placeholders of all images are equal tokens
             span = next(spans, None)
         last = digest.digest()
         digests.append(last)
@@ -35,14 +35,14 @@ def chain(request: Request) -> list[bytes]:
 
 
 class PrefixAffinity:
-    """By worker process, the blocks of the prompts it was given, as many as its KV cache holds."""
+    """Keeps, for each worker process, the newest blocks of its prompts, as many as its KV cache holds."""
 
     def __init__(self) -> None:
-        # By channel: a process's own, so that one that comes back begins with nothing.
+        # A process has a channel of its own, so a restarted worker begins with nothing.
         self._given: WeakKeyDictionary[object, OrderedDict[bytes, None]] = WeakKeyDictionary()
 
     def known(self, worker: Worker, digests: Sequence[bytes]) -> int:
-        """Tokens of the longest beginning that it was given before."""
+        """Tokens of the longest prefix that the worker was given before."""
         given = self._given.get(worker.channel) if worker.channel else None
         if given is None:
             return 0
@@ -54,11 +54,11 @@ class PrefixAffinity:
         return count * BLOCK
 
     def add(self, worker: Worker, digests: Sequence[bytes]) -> None:
-        """It is given this prompt; what it was given longest ago it has most likely dropped."""
+        """The worker is given this prompt; its oldest blocks are forgotten, as its prefix cache evicts them."""
         if worker.channel is None or worker.ready is None or not worker.spec.prefix_cache:
             return
         given = self._given.setdefault(worker.channel, OrderedDict())
-        for digest in reversed(digests):        # the beginnings last: they are of use without what follows them
+        for digest in reversed(digests):        # first blocks are kept longest: later ones are useless without them
             given[digest] = None
             given.move_to_end(digest)
         while len(given) > worker.ready.kv_tokens // BLOCK:

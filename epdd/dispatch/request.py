@@ -1,4 +1,4 @@
-"""A request as dispatch sees it: token ids, images by their bytes, sampling.  Made by the frontend."""
+"""A request as the frontend hands it to dispatch: token ids, image files, sampling."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from epdd.wire import Sampling
 
 @dataclass(frozen=True)
 class Image:
-    """One image of a request, its header read and its grid computed; pixels are still encoded."""
+    """One image of a request: the file, and the grid computed from its header.  Workers decode the pixels."""
 
     data: bytes                     # the image file
     width: int                      # upright pixels
     height: int
     grid: tuple[int, int, int]      # (t, h, w) in patches
     rows: int                       # placeholder tokens
-    key: str                        # of its embedding: what it depends on (`content`), then `salt`
-    orientation: int = 1            # EXIF's: how its stored pixels are turned upright
+    key: str                        # of its embedding in the encoder cache: `content`, then `salt`
+    orientation: int = 1            # EXIF orientation of the stored pixels
     salt: str = ""                  # the request's
 
     @property
     def content(self) -> str:
-        """Hash over bytes, processor options, model and background: the same for all who send this image."""
+        """Hash over bytes, processor options, model and background: the same for all clients."""
         return self.key.removesuffix(self.salt)
 
     @property
     def patches(self) -> int:
-        """The cost of encoding it."""
+        """Its patches: the cost of encoding it."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Width and height before it is turned upright."""
+        """Width and height before EXIF rotation."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where an image's placeholder rows lie in the token list."""
+    """Where an image's placeholder tokens begin in the token list."""
 
     start: int
     image: int                      # index into Request.images
@@ -47,7 +47,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything pipeline.run needs; nothing in it refers to HTTP."""
+    """Everything that `Pipeline.run` needs; nothing in it refers to HTTP."""
 
     id: str
     tokens: list[int]               # placeholders expanded
@@ -57,12 +57,12 @@ class Request:
     n: int = 1                      # answers
     deadline: float = 0.0           # loop.time() by which it must be done; 0: none
     arrived: float = field(default_factory=time.monotonic)
-    client_id: str = ""             # the client's own name for it, if any; need not be unique
-    salt: str = ""                  # caches are shared by requests of the same salt only; opaque
-    tenant: str = ""                # whose it is: places are shared fairly between tenants; opaque
-    whole: bool = False             # nobody sees a token before the last: what a lost worker began can begin anew
+    client_id: str = ""             # the client's x-request-id, if any; need not be unique
+    salt: str = ""                  # only requests of the same salt share caches; opaque
+    tenant: str = ""                # tenants share encoders and sequence slots fairly; opaque
+    whole: bool = False             # the client gets no token before the last, so the answer can start again
 
     @property
     def has_images(self) -> bool:
-        """Whether all that were sent are still there: its owner may let go of them after the first token."""
+        """False after the frontend has freed the image files, which it may do from the first token on."""
         return bool(self.images) or not self.spans

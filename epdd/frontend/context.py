@@ -19,7 +19,7 @@ from epdd.ops.status import States
 from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, Tokens
 
-AnswerEvent = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Again is of all choices
+AnswerEvent = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Restarted is of all choices
 
 
 class Pipeline(Protocol):
@@ -28,16 +28,16 @@ class Pipeline(Protocol):
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
         gets a real status.  From the first Tokens on `request.images` may be emptied, to free the files.
-        Again comes only where `request.whole`.
+        Restarted comes only if `request.whole`.
         """
 
 
 class Admission(Protocol):
-    def room(self) -> None:
-        """Raises what `enter` would raise now."""
+    def check_load(self) -> None:
+        """Raises what `admit` would raise now."""
 
-    def enter(self) -> AbstractContextManager[None]:
-        """Count one request in the house.  Raises Overloaded, or NoWorker while none can serve."""
+    def admit(self) -> AbstractContextManager[None]:
+        """Count one request in flight.  Raises Overloaded, or NoWorker while none can serve."""
 
     def check(self, request: Request) -> None:
         """Raises ContextLength or BadRequest if the request could never run on an idle daemon."""

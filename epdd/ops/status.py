@@ -89,7 +89,7 @@ class Status:
         for role, noun in (("encoder", "encoders"), ("pd", "PD")):
             workers = self._supervisor.role(role)
             parts.append(f"{sum(worker.takes_work for worker in workers)}/{len(workers)} {noun}")
-        text = f"{state}: {', '.join(parts)}; {self._admission.inside} requests running"
+        text = f"{state}: {', '.join(parts)}; {self._admission.in_flight} requests running"
         return f"{text}; {why[0]}" if why else text
 
     def snapshot(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Status:
             "router": self.router(), "arena": self._arena(), "cache": self._cache(),
             "transport": {"pairs": self._encoding.transport.pairs(), "pools": self._encoding.transport.pools()},
             "poison": asdict(self._encoding.crashes.counts) | {"entries": self._encoding.crashes.entries},
-            "requests": self._stats.snapshot() | {"running": self._admission.inside},
+            "requests": self._stats.snapshot() | {"running": self._admission.in_flight},
         }
 
     def _worker(self, worker: Worker) -> dict[str, Any]:

@@ -194,7 +194,7 @@ async def test_what_was_lost_with_whom():
         assert [each["outcome"] for each in tries] == ["lost", "lost"]
         assert all(f"{each['worker']} was lost (killed by signal 9" in each["error"] for each in tries)
         assert (told["outcome"], told["code"], told["placements"]) == ("failed", "image_rejected", [])
-        assert told["images"][0]["error"] == told["error"] == "an encoder died over this image, twice"
+        assert told["images"][0]["error"] == told["error"] == "an encoder crashed on this image, twice"
 
 
 async def test_a_broken_image_among_good_ones_is_named():

@@ -447,7 +447,7 @@ async def test_with_the_only_pd_worker_out_of_rotation_requests_are_told_at_once
             await asyncio.sleep(0)
         fleet.supervisor.drain("pd/0")
         with pytest.raises(NoWorker):
-            with fleet.admission.enter():
+            with fleet.admission.admit():
                 pass
         with pytest.raises(NoWorker):
             async with asyncio.timeout(60):
@@ -457,7 +457,7 @@ async def test_with_the_only_pd_worker_out_of_rotation_requests_are_told_at_once
             async with asyncio.timeout(60):
                 await fleet.ask(request("r", b"a"))
         fleet.supervisor.resume("pd/0")
-        with fleet.admission.enter():
+        with fleet.admission.admit():
             assert await fleet.ask(request("r", b"a")) == [expected(b"a")]
         await fleet.at_rest()
 
@@ -469,7 +469,7 @@ async def test_a_worker_that_cannot_start_is_given_up_and_requests_are_told():
                 await asyncio.sleep(0.02)
         assert "no weights here" in fleet.supervisor.find("pd/0").last_error
         with pytest.raises(NoWorker):
-            with fleet.admission.enter():
+            with fleet.admission.admit():
                 pass
         with pytest.raises(NoWorker):
             await fleet.ask(request("r", b"a"))

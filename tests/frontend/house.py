@@ -105,20 +105,20 @@ class Door:
     def __init__(self) -> None:
         self.refuse: EpddError | None = None
         self.refuse_late: EpddError | None = None
-        self.inside = 0
+        self.in_flight = 0
 
-    def room(self) -> None:
+    def check_load(self) -> None:
         if self.refuse is not None:
             raise self.refuse
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        self.room()
-        self.inside += 1
+    def admit(self) -> Iterator[None]:
+        self.check_load()
+        self.in_flight += 1
         try:
             yield
         finally:
-            self.inside -= 1
+            self.in_flight -= 1
 
     def check(self, request: Request) -> None:
         if self.refuse_late is not None:

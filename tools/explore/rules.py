@@ -21,7 +21,7 @@ def check_rest(house: House) -> None:
     if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
         raise Violation(f"works that did not end once: {wrong}")
     cache, router = house.cache, house.encoding.router
-    rest = {"in the house": house.admission.inside, "bytes in use": cache.host.used_bytes - cache.host.cached_bytes,
+    rest = {"admitted": house.admission.in_flight, "bytes in use": cache.host.used_bytes - cache.host.cached_bytes,
             "waiting for room": cache.waiting,
             "references": sum(entry.ref_count for entry in cache._entries.values()),
             "pins": sum(entry.pins for entry in cache._entries.values()),

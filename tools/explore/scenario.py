@@ -109,7 +109,7 @@ class Asker:
     async def run(self, admission: Admission, pipeline: Pipeline) -> None:
         """As the front end does it."""
         try:
-            with admission.enter():
+            with admission.admit():
                 await self._listen(pipeline)
         except asyncio.CancelledError:
             self.outcome = "cancelled"

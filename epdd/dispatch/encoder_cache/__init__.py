@@ -1,1 +1,1 @@
-"""Encoder outputs: who holds which bytes of the arena and of GPU pools, what is kept of them, how readers get them."""
+"""Encoder outputs: the cache over the host's arena and those of GPUs, and the transport to prefill-decode workers."""

@@ -1,6 +1,6 @@
-"""One arena's bytes: which are free, and which hold embeddings that no request needs now.
+"""The bytes of one arena: which are free, and which hold evictable entries.
 
-The host has one arena.  Each encoder on a GPU can add one in its GPU's memory, which lives as long as its process.
+The host has one arena.  Each encoder on a GPU can add one in its GPU's memory, which lasts as long as its process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ArenaSpace:
     def __init__(self, size: int) -> None:
         self.extents = Extents(size, PAGE)
         self.evictable: OrderedDict[str, EncoderCacheEntry] = OrderedDict()     # least recently used first
-        self.cached_bytes = 0       # of those; summing them up for each release would be milliseconds
+        self.cached_bytes = 0       # of evictable entries; adding them up at each release would take milliseconds
 
     @property
     def used_bytes(self) -> int:
@@ -29,19 +29,19 @@ class ArenaSpace:
 
     @property
     def only_cached(self) -> bool:
-        """Every byte that is not free belongs to an evictable entry that no worker touches."""
+        """Every byte that is not free belongs to an evictable entry without pins."""
         return self.used_bytes == self.cached_bytes and not any(entry.pins for entry in self.evictable.values())
 
     def victim(self) -> EncoderCacheEntry | None:
-        """The least recently used entry whose bytes would come back at once."""
+        """The least recently used evictable entry without pins: dropping it frees its bytes at once."""
         return next((entry for entry in self.evictable.values() if entry.pins == 0), None)
 
     def add(self, entry: EncoderCacheEntry) -> None:
-        """No request needs it now."""
+        """Make an entry evictable."""
         self.evictable[entry.key] = entry
         self.cached_bytes += self.extents.rounded(entry.lease.size)
 
     def remove(self, entry: EncoderCacheEntry) -> None:
-        """A request needs it again, or it is dropped."""
+        """Make an entry not evictable: it is needed again, or dropped."""
         if self.evictable.pop(entry.key, None) is not None:
             self.cached_bytes -= self.extents.rounded(entry.lease.size)

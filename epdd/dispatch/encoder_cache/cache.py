@@ -1,17 +1,17 @@
 """The encoder cache: embeddings of images, in the host's arena and in encoders' GPU memory.
 
 An `EncoderCacheEntry` is one image's embedding.  It is
-- needed (`ref_count`) by the requests that use or wait for it; at 0 it is evictable once it is written,
+- referenced (`ref_count`) by the requests that use or wait for it; at 0 it is evictable once it is written,
 - pinned (`pins`) by the works in worker processes that may still read or write its bytes.
-Invariant: bytes go back to the allocator only when both are zero.  Giving them away while a worker can
-still touch them would put one request's picture into another's answer.
+Invariant: bytes go back to the allocator only when both are zero.  If a worker could still touch them, one request's
+picture could get into another's answer.
 
-A request acquires all its entries in one step or waits, first come first served, with none: so two requests can
-never wait for each other's bytes.
+A request acquires all its entries in one step, or waits without any, first come first served: two requests never wait
+for each other's bytes.
 
-Each entry has a lease in the host's arena until its embedding is written, so requests wait for room there alone.  An
-encoder on a GPU may write into its own arena instead; then the host's bytes go back.  Invariant: an arena's number is
-never used again, so that what still names it means nothing and nobody else's embedding.
+Each entry has a lease in the host's arena until its embedding is written, so requests wait for room there only.  An
+encoder on a GPU may write into its own arena instead; then the host's bytes are freed.  Invariant: an arena's number is
+never used again, so an old lease never names another embedding.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class EncoderCacheEntry:
     dtype: str = ""
     ref_count: int = 0
     pins: int = 0
-    gpu_lease: Lease | None = None  # where an encoder on a GPU writes it; then its lease
-    ready: bool = False
-    dropped: bool = False           # out of the cache for good; bytes go back with the last pin
-    lost: bool = False              # with the GPU memory that it lay in
+    gpu_lease: Lease | None = None  # where an encoder on a GPU writes it; becomes `lease` once it is written
+    ready: bool = False             # the embedding is written
+    dropped: bool = False           # out of the cache; its bytes are freed with the last pin
+    lost: bool = False              # its GPU memory is gone or cannot be read
     failure: EpddError | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class EncoderCacheEntry:
         return self.image.key
 
     async def wait(self) -> None:
-        """Until the embedding is written.  Raises what made the encoding fail."""
+        """Return once the embedding is written; raises the error of its encoding."""
         if not self.ready and self.failure is None:
             future = asyncio.get_running_loop().create_future()
             self._waiters.append(future)
@@ -67,21 +67,21 @@ class EncoderCacheEntry:
 
 @dataclass
 class CacheCounts:
-    hits: int = 0                   # the embedding was there
-    misses: int = 0                 # had to be encoded
-    joined: int = 0                 # another request's encoding was already under way
+    hits: int = 0                   # the embedding was in the cache
+    misses: int = 0                 # the image had to be encoded
+    joined: int = 0                 # another request was already encoding the image
     evictions: int = 0
 
 
-# Entries of all images, in their order, and those among them that are to be encoded.
+# Entries of all images, in their order; those of them that the caller has to get encoded.
 Acquired = tuple[list[EncoderCacheEntry], list[EncoderCacheEntry]]
 
 
 class EncoderCache:
-    """All entries and all arenas' bytes.  All calls come from the event loop."""
+    """Owns all entries and the bytes of all arenas.  All calls come from the event loop."""
 
     def __init__(self, arena_bytes: int, cache_bytes: int) -> None:
-        """`cache_bytes` bounds what stays in the host's arena for reuse; it is never more than the arena."""
+        """`cache_bytes` limits the evictable entries in the host's arena; it is cut to the arena's size."""
         self.host = ArenaSpace(arena_bytes)
         self.cache_limit = min(cache_bytes, self.host.extents.size)
         self.arenas: dict[int, ArenaSpace] = {HOST: self.host}
@@ -101,13 +101,12 @@ class EncoderCache:
     # --- requests
 
     async def acquire(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired:
-        """Every image's entry: (one per image, those of them that must be encoded now).
+        """Reference every image's entry; waits in turn until all fit.
 
-        Waits in turn until all fit.  The caller releases each entry of the first list once.
-        Raises ArenaFull if they could never fit.
+        The caller releases each entry of the first list once.  Raises ArenaFull if they could never fit together.
         """
         if self.needed(images, sizes) > self.size:
-            raise ArenaFull("the request's images do not fit the arena together")
+            raise ArenaFull("the embeddings of the request's images are larger than the arena (arena.bytes)")
         if self._waiting or (got := self._try(images, sizes)) is None:
             got = await self._wait(images, sizes)
         return got
@@ -126,15 +125,15 @@ class EncoderCache:
             self._freed()
 
     def _freed(self) -> None:
-        """Something came back: let the first in the queue look again."""
+        """Bytes were freed: wake the first request that waits for room."""
         if self._waiting:
             self._waiting[0].set()
 
     def _try(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired | None:
         got = self._fit(images, sizes)
         if got is None and self.host.only_cached:
-            # Nothing else will come back.  In the way are evictable entries, the request's own among them, and the
-            # holes between: an empty arena has room for whatever may wait.
+            # No more bytes will be freed by others: the request's own cached entries, or gaps between entries, are in
+            # the way.  An emptied arena has room for every request that may wait.
             for entry in list(self.host.evictable.values()):
                 self._evict(entry)
             got = self._fit(images, sizes)
@@ -142,7 +141,7 @@ class EncoderCache:
 
     def _fit(self, images: Sequence[Image], sizes: Sequence[int]) -> Acquired | None:
         fresh: dict[str, EncoderCacheEntry] = {}
-        # The present ones first, so that making room cannot evict them.
+        # Reference cached entries first, so that making room does not evict them.
         present = [self._entries[image.key] for image in images if image.key in self._entries]
         for entry in present:
             self._reference(entry)
@@ -171,7 +170,7 @@ class EncoderCache:
         self.counts.misses += len(fresh)
 
     def release(self, entry: EncoderCacheEntry) -> None:
-        """The request needs it no more.  A ready one stays for reuse; one that failed or was never begun goes."""
+        """A request ends its use.  A written embedding becomes evictable; any other entry without pins is dropped."""
         self._dereference(entry)
         if entry.ref_count == 0 and not entry.ready and entry.pins == 0:
             self._drop(entry)
@@ -192,11 +191,11 @@ class EncoderCache:
     # --- works in worker processes
 
     def pin(self, entry: EncoderCacheEntry) -> None:
-        """A work that touches the bytes begins."""
+        """A work that reads or writes the bytes begins."""
         entry.pins += 1
 
     def unpin(self, entry: EncoderCacheEntry) -> None:
-        """That work has ended: by its last message or with its process."""
+        """That work has ended, by its last message or with its process."""
         entry.pins -= 1
         assert entry.pins >= 0, "unpinned more often than pinned"
         if entry.pins == 0 and entry.dropped:
@@ -206,16 +205,16 @@ class EncoderCache:
         self._freed()
 
     def begin_encoding(self, entry: EncoderCacheEntry, arena: int, size: int) -> Lease:
-        """An encoder begins, which pins the entry: where it writes, `size` bytes in `arena` or in the host's lease."""
+        """Pin the entry for an encoder.  Returns where it writes: `size` bytes in `arena`, or else the host's lease."""
         self.pin(entry)
         if arena != HOST:
             entry.gpu_lease = self._allocate(arena, size)
         return entry.gpu_lease or entry.lease
 
     def end_encoding(self, entry: EncoderCacheEntry, target: Lease) -> None:
-        """The encoder will not write to `target` any more; an embedding that it has written stays.
+        """Unpin the entry: the encoder will not write to `target` any more.  A written embedding stays.
 
-        Another encoder may write elsewhere already.
+        Another encoder may be writing the entry elsewhere already.
         """
         if entry.gpu_lease == target:
             entry.gpu_lease = None
@@ -224,7 +223,7 @@ class EncoderCache:
         self.unpin(entry)
 
     def written(self, entry: EncoderCacheEntry, size: int, dtype: str) -> None:
-        """The encoder has written `size` bytes; what is left of the lease goes back."""
+        """The encoder has written `size` bytes; the rest of the lease is freed."""
         lease = entry.gpu_lease or entry.lease
         assert size <= lease.size, "an encoder wrote beyond its lease"
         if entry.gpu_lease is not None:
@@ -233,7 +232,7 @@ class EncoderCache:
         self.arenas[lease.arena].extents.shrink(lease.offset, lease.size, size)
         entry.lease = Lease(lease.offset, size, lease.arena)
         entry.dtype, entry.ready = dtype, True
-        # The file was needed to encode it; kept with the cache it would be most of the daemon's memory.
+        # Image files of all entries would be most of the daemon's memory.
         entry.image = replace(entry.image, data=b"")
         if entry.ref_count == 0:
             self.arenas[lease.arena].add(entry)
@@ -242,7 +241,7 @@ class EncoderCache:
         self._freed()
 
     def failed(self, entry: EncoderCacheEntry, error: EpddError) -> None:
-        """It cannot be encoded: all who wait get `error`, and the next to ask tries afresh."""
+        """The image cannot be encoded: `wait` raises `error`, and the next request encodes it anew."""
         entry.failure = error
         self._drop(entry)
         entry._wake()
@@ -254,23 +253,23 @@ class EncoderCache:
         self.arenas[arena] = ArenaSpace(size)
 
     def lose_arena(self, arena: int) -> None:
-        """The encoder's process is gone, and so are all embeddings that lay there."""
+        """The encoder's process is gone, with all embeddings in its arena."""
         for entry in list(self._entries.values()):
             if entry.lease.arena == arena:
                 self.lose(entry)
             elif entry.gpu_lease is not None and entry.gpu_lease.arena == arena:
-                entry.gpu_lease = None      # it was being written: its lease in the host's arena is still there
+                entry.gpu_lease = None      # not written yet: the lease in the host's arena is still valid
         del self.arenas[arena]
 
     def lose(self, entry: EncoderCacheEntry) -> None:
-        """Its bytes are of no use: a request that needs it begins anew."""
+        """Drop an entry whose bytes cannot be read: requests that use it are retried."""
         entry.lost = True
         self._drop(entry)
 
     # --- bytes
 
     def _allocate(self, arena: int, size: int) -> Lease | None:
-        """Fresh bytes; the least recently used evictable entries there go for them as needed."""
+        """A lease of fresh bytes, for which least recently used entries are evicted; None if there is no room."""
         space = self.arenas[arena]
         while (offset := space.extents.take(size)) is None:
             if (victim := space.victim()) is None:
@@ -279,7 +278,7 @@ class EncoderCache:
         return Lease(offset, size, arena)
 
     def _free(self, lease: Lease) -> None:
-        """No worker touches these bytes any more."""
+        """Give bytes back to their arena.  Invariant: no worker can touch them any more."""
         if lease.arena in self.arenas:
             self.arenas[lease.arena].extents.release(lease.offset, lease.size)
 
@@ -292,7 +291,7 @@ class EncoderCache:
         self.counts.evictions += 1
 
     def _drop(self, entry: EncoderCacheEntry) -> None:
-        """Forget it; the bytes go back now or with the last pin."""
+        """Take the entry out of the cache; its bytes are freed now, or with the last pin."""
         if entry.dropped:
             return
         entry.dropped = True

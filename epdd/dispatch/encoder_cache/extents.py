@@ -1,7 +1,4 @@
-"""First-fit allocation of contiguous extents in [0, size): arena leases use it.
-
-Knows numbers only; what they count (bytes, tokens) is the caller's matter.
-"""
+"""First-fit allocation of contiguous extents in [0, size), in any unit; arena leases use bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class Extents:
         self._free: list[tuple[int, int]] = [(0, self.size)] if self.size else []   # sorted (start, end)
 
     def rounded(self, length: int) -> int:
-        """What a request for `length` really takes."""
+        """`length` rounded up to whole units, at least one."""
         return max(1, -(-length // self.unit)) * self.unit
 
     @property

@@ -1,11 +1,11 @@
-"""How embeddings get from encoders to prefill-decode workers: by the host's memory, or by an encoder GPU's own.
+"""How embeddings get from encoders to prefill-decode workers: by host memory, or by the memory of the encoder's GPU.
 
-Knows which pools there are and who can read them, and tells workers of them.  An image goes by its encoder's GPU
-memory only while every prefill-decode worker in service has opened that, so that the choice between those stays free;
-where one cannot (no peer access, or it runs on CPUs) that encoder's images go by the host, as all do that CPUs encode.
+Keeps the pools in GPU memory and which workers have opened them.  An embedding stays on its encoder's GPU only if every
+prefill-decode worker in service has opened that pool, so that any of them can serve the request.  Otherwise (no peer
+access, or a worker on CPUs), and for encoders on CPUs, it goes by host memory.
 
-What a lost encoder leaves: its process takes its GPU memory with it, under the eyes of whoever reads.  Rows that were
-read when it had begun to end are taken for lost, whatever they look like, and the request is placed again.
+When an encoder's process exits, its GPU memory disappears, even during a read.  Embeddings that were read after the
+exit began count as lost, and the request is retried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """The pool of an encoder's living process."""
+    """The GPU memory pool of an encoder's present process."""
 
     arena: int
     encoder: Worker
@@ -42,14 +42,14 @@ class Source:
 
 
 class EmbeddingTransport:
-    """Called after every change of the fleet, before anybody acts on it."""
+    """`fleet_changed` is called after every change of a worker's state, before anything else reacts to it."""
 
     def __init__(self, supervisor: Supervisor, cache: EncoderCache) -> None:
         self._supervisor = supervisor
         self._cache = cache
         self._numbers = count(HOST + 1)
         self._sources: dict[int, Source] = {}
-        self._told: dict[str, tuple[Ready, set[int]]] = {}      # by worker: arenas that its living process knows of
+        self._told: dict[str, tuple[Ready, set[int]]] = {}      # by worker: arenas that its present process was sent
 
     def fleet_changed(self) -> None:
         for source in [source for source in self._sources.values() if not source.alive]:
@@ -72,14 +72,14 @@ class EmbeddingTransport:
         self._cache.add_arena(source.arena, pool.bytes)
 
     def _tell(self, worker: Worker, ready: Ready, pinned: bool) -> None:
-        """Bring what a worker on a GPU knows of arenas up to date."""
+        """Send a worker on a GPU the arenas that it should open or close."""
         if worker.channel is None or worker.state not in (State.READY, State.DRAINING):
             return
         if worker.name not in self._told or self._told[worker.name][0] is not ready:
             self._told[worker.name] = ready, set()
         known = self._told[worker.name][1]
         if pinned and HOST not in known:
-            # The pages are there now, each on its NUMA node: pinned earlier, all would lie on this worker's.
+            # Encoders have touched their pages by now.  Pinned earlier, all pages would lie on this worker's NUMA node.
             known.add(HOST)
             worker.channel.send(OpenArena(HOST))
         if worker.role != "pd":
@@ -96,7 +96,7 @@ class EmbeddingTransport:
     # --- for one image or request
 
     def arena_for(self, encoder: Worker) -> int:
-        """Where the encoder should write next: its own GPU's memory if all readers can read that, else HOST."""
+        """Where the encoder writes next: its GPU's memory if all prefill-decode workers can read that, else HOST."""
         source = self._source(encoder)
         readers = [worker for worker in self._supervisor.role("pd") if worker.takes_work]
         if source is None or not readers or any(worker.arenas.get(source.arena) != "" for worker in readers):
@@ -104,31 +104,31 @@ class EmbeddingTransport:
         return source.arena
 
     def reads(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
-        """Whether a prefill-decode worker can read them all where they lie."""
+        """Whether a prefill-decode worker has opened the arenas of all these embeddings."""
         return all(worker.arenas.get(arena) == "" for arena in _arenas(embeddings))
 
     def give_up_unreadable(self, embeddings: Iterable[EncoderCacheEntry]) -> None:
-        """Raises WorkerLost where no prefill-decode worker will ever read them together; they are forgotten then."""
+        """If no prefill-decode worker will be able to read them all, drops those on GPUs and raises WorkerLost."""
         lying = [embedding for embedding in embeddings if embedding.lease.arena]
         if lying and not any(self._may_read(worker, lying) for worker in self._supervisor.role("pd")):
             for embedding in lying:
                 self._cache.lose(embedding)
-            raise WorkerLost("no prefill-decode worker can read the rows where they lie")
+            raise WorkerLost("no prefill-decode worker can read the embeddings in the encoders' GPU memory")
 
     def _may_read(self, worker: Worker, embeddings: Iterable[EncoderCacheEntry]) -> bool:
-        """Whether it can, or will be able to as far as is known."""
+        """Whether the worker can read them, or may be able to later."""
         return worker.comes_back and all(
             not worker.arenas.get(arena) and self._sources[arena].encoder.spec.device in worker.spec.peers
             for arena in _arenas(embeddings))
 
     def check(self, embeddings: Iterable[EncoderCacheEntry]) -> None:
-        """Raises WorkerLost if rows were, or may have been, lost with their encoder; what has been read is void."""
+        """Raises WorkerLost if an embedding was, or may have been, lost with its encoder's process."""
         gone = [embedding for embedding in embeddings if embedding.lost or not self._alive(embedding.lease.arena)]
         for embedding in gone:
-            # Now, and not only when the encoder's end is known: the next attempt must not find it again.
+            # At once, not only after the encoder's exit: the retry must not find it in the cache.
             self._cache.lose(embedding)
         if gone:
-            raise WorkerLost("an encoder was lost, and rows with its GPU's memory")
+            raise WorkerLost("an encoder was lost, and with it embeddings in its GPU memory")
 
     def _source(self, encoder: Worker) -> Source | None:
         return next((source for source in self._sources.values() if source.encoder is encoder), None)
@@ -137,10 +137,10 @@ class EmbeddingTransport:
         source = self._sources.get(arena)
         return arena == HOST or source is not None and not leaving(source.pid)
 
-    # --- for people
+    # --- status
 
     def pairs(self) -> list[dict[str, Any]]:
-        """How each encoder's rows get to each prefill-decode worker, and why not by its GPU's memory."""
+        """How each encoder's embeddings get to each prefill-decode worker, and why not by GPU memory."""
         return [{"encoder": encoder.name, "pd": pd.name} | self._way(encoder, pd)
                 for encoder in self._supervisor.role("encoder") for pd in self._supervisor.role("pd")]
 
@@ -169,5 +169,5 @@ class EmbeddingTransport:
 
 
 def _arenas(embeddings: Iterable[EncoderCacheEntry]) -> set[int]:
-    """The pools that they lie in."""
+    """The arenas on GPUs that hold them."""
     return {embedding.lease.arena for embedding in embeddings} - {HOST}

@@ -103,7 +103,7 @@ class Completions(ABC):
         deadline = deadline_of(self._context)
         names = request_ids.own(http, self.kind), request_ids.client(http)
         with self._context.stats.request(*names) as record:
-            self._context.admission.room()      # before a body is read in vain
+            self._context.admission.check_load()      # before a body is read in vain
             async with AsyncExitStack() as stack:
                 async with until(deadline):
                     turn = await self._prepare(http, record, deadline, stack)
@@ -128,7 +128,7 @@ class Completions(ABC):
         Not before: a client that sends half a body would keep others out at no cost.
         """
         body = await self._bodies.read(http, reading)
-        stack.enter_context(self._context.admission.enter())
+        stack.enter_context(self._context.admission.admit())
         record.accept()
         return body
 

@@ -38,7 +38,7 @@ async def test_a_whole_answer(house: House) -> None:
     assert request.id.startswith("chatcmpl-")
     assert request.images[0].rows == 4 and request.tokens[request.spans[0].start] == house.context.family.image_token_id
     assert request.sampling.max_tokens == 4096 - len(request.tokens)
-    assert house.script.finished == 1 and house.door.inside == 0
+    assert house.script.finished == 1 and house.door.in_flight == 0
 
 
 @hosted()

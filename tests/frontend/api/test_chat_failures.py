@@ -97,7 +97,7 @@ def test_a_client_that_leaves_ends_its_request(family: Any, stream: bool) -> Non
             answer.close()
         else:
             task.cancel()
-        await settle(lambda: house.script.closed == 1 and house.door.inside == 0)
+        await settle(lambda: house.script.closed == 1 and house.door.in_flight == 0)
         stats = house.context.stats
         assert (stats.counts["aborted"], stats.running, stats.counts["failed"]) == (1, 0, 0)
         house.script.play = house.script.say("still here")
@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_ends_its_fetch(house: House) -> None:
     assert (await house.chat()).status == 200       # text is not held up
     task.cancel()
     await left.wait()
-    await settle(lambda: house.door.inside == 0)
+    await settle(lambda: house.door.in_flight == 0)
     assert house.context.stats.counts["aborted"] == 1
     server.close()
 
@@ -155,7 +155,7 @@ async def test_a_reader_that_stops_reading_does_not_hold_its_request(house: Hous
     reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2]), limit=1000)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     await settle(lambda: house.script.closed == 1, 60)
-    await settle(lambda: house.door.inside == 0, 60)
+    await settle(lambda: house.door.in_flight == 0, 60)
     assert house.context.stats.counts["failed"] + house.context.stats.counts["aborted"] == 1
     writer.close()
 
@@ -168,7 +168,7 @@ async def test_admission(house: House) -> None:
     house.door.refuse = None
     house.door.refuse_late = BadRequest("never fits")
     assert (await house.chat()).status == 400
-    assert house.script.requests == [] and house.door.inside == 0
+    assert house.script.requests == [] and house.door.in_flight == 0
     counts = house.context.stats.counts
     assert (counts["accepted"], counts["rejected"]) == (1, 2)
 
@@ -220,7 +220,7 @@ async def test_after_many_faults_nothing_is_left(house: House) -> None:
     house.script.play = house.script.say("ok")
     assert (await house.chat(messages=asking(picture()))).status == 200
     stats = house.context.stats
-    assert stats.running == house.door.inside == 0
+    assert stats.running == house.door.in_flight == 0
     assert sum(stats.counts[name] for name in ("completed", "failed", "rejected", "aborted")) == 81
 
 

@@ -125,7 +125,7 @@ async def test_a_bad_schema_is_refused_before_any_worker(house: House) -> None:
                 model="tiny-vl", messages=asking("hi"),  # type: ignore[call-overload]
                 tools=[{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": "b"}}}}])
         assert bad.value.param == "tools[0].function.parameters"
-    assert not house.script.requests and house.door.inside == 0
+    assert not house.script.requests and house.door.in_flight == 0
 
 
 @hosted()

@@ -85,7 +85,7 @@ async def test_a_whole_answer(house: House) -> None:
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(request.tokens) and usage["completion_tokens"] == len(tokens.ids) + 1
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1, "image_tokens": 0}
-    assert request.sampling.max_tokens == 16 and house.door.inside == 0
+    assert request.sampling.max_tokens == 16 and house.door.in_flight == 0
 
 
 @hosted()
@@ -149,11 +149,11 @@ async def test_one_prompt_that_fails_ends_all(house: House) -> None:
     house.script.play = lambda request: (fail if request.tokens == [8] else hang)(request)
     answer = await post(house, prompt=[[7], [8], [9]])
     assert answer.status == 503 and (await answer.json())["error"]["code"] == "worker_lost"
-    await settle(lambda: house.script.closed == 2 and house.door.inside == 0)
+    await settle(lambda: house.script.closed == 2 and house.door.in_flight == 0)
     answer = await post(house, prompt=[[7], [8], [9]], stream=True)
     frames = events(await answer.text())
     assert frames[-2]["error"]["code"] == "worker_lost"
-    await settle(lambda: house.script.closed == 4 and house.door.inside == 0)
+    await settle(lambda: house.script.closed == 4 and house.door.in_flight == 0)
 
 
 @hosted()
@@ -162,11 +162,11 @@ async def test_a_client_that_leaves_cancels_every_prompt(house: House) -> None:
     answer = await post(house, prompt=["a", "b"], stream=True)
     await answer.content.readline()
     answer.close()
-    await settle(lambda: house.script.closed == 2 and house.door.inside == 0)
+    await settle(lambda: house.script.closed == 2 and house.door.in_flight == 0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await post(house, prompt=["a", "b"])
-    await settle(lambda: house.script.closed == 4 and house.door.inside == 0)
+    await settle(lambda: house.script.closed == 4 and house.door.in_flight == 0)
 
 
 @hosted(model={"max_model_len": 0})

@@ -227,7 +227,7 @@ async def test_all_bodies_together_are_bounded(house: House) -> None:
     answer = await raw(house, head + b" " * 2900)
     assert answer.startswith(b"HTTP/1.1 429") and envelope(answer)["code"] == "overloaded"
     assert (await house.chat()).status == 200   # a small one finds room
-    assert house.door.inside == 0               # half a request counts for nothing else
+    assert house.door.in_flight == 0               # half a request counts for nothing else
     for writer in slow:
         writer.close()
     await settle(lambda: house.context.stats.gauges["bodies"]() == 0)
@@ -265,7 +265,7 @@ async def test_a_body_that_never_ends(house: House) -> None:
     await settle(lambda: house.context.stats.running == 1)
     writer.close()
     await settle(lambda: house.context.stats.running == 0)
-    assert house.context.stats.counts["aborted"] == 1 and house.door.inside == 0
+    assert house.context.stats.counts["aborted"] == 1 and house.door.in_flight == 0
 
 
 @hosted()
@@ -362,7 +362,7 @@ def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, cap
         assert b"x-request-id: " in answer and b"Server: epdd" in answer
         stats = house.context.stats
         assert stats.statuses == {status: 1} and stats.errors == {error["code"]: 1}
-        assert (await house.chat()).status == 200 and house.door.inside == 0
+        assert (await house.chat()).status == 200 and house.door.in_flight == 0
 
     test(family)
     assert caplog.text == ""

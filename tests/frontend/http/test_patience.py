@@ -60,7 +60,7 @@ async def test_a_body_that_stops(house: House) -> None:
     chunked = await Client.come(house, POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
                                 + b"5\r\n{")
     await settle(lambda: house.context.stats.running == 21)
-    assert house.door.inside == 0 and (await house.chat()).status == 200
+    assert house.door.in_flight == 0 and (await house.chat()).status == 200
     for client in (*stopped, chunked):
         answer = await client.rest()
         assert answer.startswith(b"HTTP/1.1 408") and code(answer) == "request_timeout"
@@ -156,7 +156,7 @@ async def test_a_connection_that_works_is_left_alone(house: House) -> None:
 async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
     house.script.play = house.script.say("hello", hang=True)
     busy = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(3)]
-    await settle(lambda: house.door.inside == 3)
+    await settle(lambda: house.door.in_flight == 3)
     idle = await Client.come(house, GET)
     await idle.answer()
     silent = [await Client.come(house) for _ in range(4)]
@@ -169,15 +169,15 @@ async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
     assert (await last.answer()).startswith(b"HTTP/1.1 200")
     idle.writer.write(GET)                      # who asked something stays before who did not
     assert (await idle.answer()).startswith(b"HTTP/1.1 200")
-    assert house.door.inside == 3 and len(house.context.connections) <= 8
+    assert house.door.in_flight == 3 and len(house.context.connections) <= 8
     more = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(5)]
-    await settle(lambda: house.door.inside == 8)    # those who come do not push each other out
+    await settle(lambda: house.door.in_flight == 8)    # those who come do not push each other out
     answer = await (await Client.come(house)).rest()
     assert answer.startswith(b"HTTP/1.1 503") and code(answer) == "connections_full"
     assert house.context.connections.closed["refused"] == 1
     for client in busy + more:
         client.writer.close()
-    await settle(lambda: house.door.inside == 0)
+    await settle(lambda: house.door.in_flight == 0)
 
 
 class Newcomer:
@@ -264,10 +264,10 @@ async def test_half_closed(house: House) -> None:
         answer = await half(data)
         assert code(answer[answer.rindex(b"HTTP/1.1"):]) == "client_left"
     client = await Client.come(house, POST % len(BODY) + BODY)
-    await settle(lambda: house.door.inside == 1)
+    await settle(lambda: house.door.in_flight == 1)
     client.writer.write_eof()
     assert code(await client.rest()) == "client_left"
-    await settle(lambda: house.door.inside == 0 and house.context.stats.running == 0)
+    await settle(lambda: house.door.in_flight == 0 and house.context.stats.running == 0)
 
 
 @hosted(server={"timeout_s": 1})

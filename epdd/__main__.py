@@ -1,8 +1,8 @@
-"""`python -m epdd`: the only way to start the daemon, since spawned children re-import the main module."""
+"""`python -m epdd` starts the daemon.  Nothing else does, because spawned children import the main module again."""
 
 if __name__ == "__main__":
     try:
-        # Here and not above: a Ctrl-C while it is imported, which takes half a second, needs no traceback either.
+        # Imported inside `try`, so that Ctrl-C during the import, which takes half a second, prints no traceback.
         import signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})     # `epdd serve` blocks it
         from epdd.daemon import main

@@ -1,1 +1,1 @@
-"""`epdd`, for people: `main.py` has its verbs."""
+"""The command `epdd`: `main.py` has its verbs."""

@@ -3,7 +3,7 @@
 
 def main() -> int:
     try:
-        # Here and not above: a Ctrl-C while it is imported needs no traceback either.
+        # Imported inside `try`, so that Ctrl-C during the import prints no traceback.
         from epdd.cli.main import main as run
         return run()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`epdd check`: what a look at a checkpoint finds, for people and for programs."""
+"""`epdd check`: facts of a checkpoint as text or JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epdd.hub.bars import size
 
 
 def run(name: str, folder: str, as_json: bool) -> int:
-    """Print it: `name` as it was asked for, `folder` where it lies.  Returns 0.  Raises ModelError with the refusal."""
+    """Print the facts of the checkpoint in `folder`, which was asked for as `name`.  Returns 0.  Raises ModelError."""
     try:
         found = checkpoint.look(folder)
     except ModelError as error:
@@ -32,7 +32,7 @@ def run(name: str, folder: str, as_json: bool) -> int:
 
 
 def facts(name: str, found: Look) -> dict[str, Any]:
-    """All of it, as JSON has it."""
+    """All facts, for JSON."""
     family = found.family
     vision, language = family.parameters
     return {"model": name, "folder": found.folder, "served": True, "family": family.model_type,
@@ -44,7 +44,7 @@ def facts(name: str, found: Look) -> dict[str, Any]:
 
 
 def lines(name: str, found: Look) -> list[tuple[str, str]]:
-    """The same in a few lines."""
+    """The facts as (title, text)."""
     family = found.family
     vision, language = family.parameters
     files = f"{len(found.files)} safetensors file{'s' if len(found.files) > 1 else ''}, {size(found.file_bytes)}"
@@ -60,10 +60,10 @@ def lines(name: str, found: Look) -> list[tuple[str, str]]:
 
 
 def _kv_bytes(found: Look) -> int:
-    """Of one token's keys and values in the weights' type."""
+    """Bytes of one token's keys and values in the type of the weights."""
     return found.family.kv_numbers * ITEMSIZE[found.dtype]
 
 
 def count(number: int) -> str:
-    """Parameters for people."""
+    """Number of parameters, as "7.62 billion"."""
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

@@ -1,8 +1,8 @@
-"""`epdd`: serve a model, look at one, fetch one, plan for one.
+"""`epdd`: serve, check, download a model, or plan its workers.
 
-Exit codes: 0 good; 2 wrong usage; 78 where trying again without a change cannot help, 75 where it may; 130 Ctrl-C.
-`epdd serve` becomes `python -m epdd`: what starts the daemon is imported again in each worker, so it has to be that and
-nothing else.
+Exit codes: 0 success; 2 wrong usage; 75 temporary failure, a retry may help; 78 a setting, the model or the machine
+does not fit, a retry cannot help; 130 Ctrl-C.  `epdd serve` replaces itself by `python -m epdd`, because each worker
+imports the main module again and must not import more than that.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ usage: epdd VERB ...
 
 Serve vision-language models from this machine.
 
-  epdd serve [MODEL] [options]   start the daemon; a model of the Hub is downloaded if it is not here
-  epdd check MODEL [--json]      what a checkpoint is and whether it would be served; starts nothing
-  epdd pull ID [--revision REV]  download a model of the Hub, or the rest of it
-  epdd plan [--why] [options]    which workers would run where on this machine; starts nothing
-  epdd --version                 the version
+  epdd serve [MODEL] [options]   start the daemon; downloads a model of the Hub that is not in the local cache
+  epdd check MODEL [--json]      show what a checkpoint is and whether epdd can serve it; starts nothing
+  epdd pull ID [--revision REV]  download a model of the Hub; continues an interrupted download
+  epdd plan [--why] [options]    show which workers would run where on this machine; starts nothing
+  epdd --version                 print the version
 
-MODEL is a checkpoint's folder, or a model of the Hub as ORG/NAME.  `epdd VERB --help` lists a verb's options.
-`epdctl` looks at the running daemon and steers it.
+MODEL is the folder of a checkpoint, or the id of a model of the Hugging Face Hub as ORG/NAME. `epdd VERB --help` lists
+the options of a verb. `epdctl` shows and controls a running daemon.
 """
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"epdd: {error.message}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) and verb != "serve" else error.exit_code
     except BrokenPipeError:
-        # The reader, `head` say, has enough; the interpreter must not complain when it flushes at exit.
+        # The reader of stdout, `head` for example, has closed it.  Python must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -75,30 +75,30 @@ def _serve(arguments: list[str]) -> int:
     command = [sys.executable, "-m", "epdd", *arguments]
     if hub.is_id(settings.model.path) and not args.version:
         log.setup(settings.log.level)
-        # Asked for by a person, it is downloaded; a service may only if its settings say so.
+        # A person at a terminal wants the download.  Under systemd it needs model.download = true.
         found = hub.located(settings, download=settings.model.download or "NOTIFY_SOCKET" not in os.environ)
         command += ["--set", f"model.path={found.model.path}", "--set", f"model.name={found.model.name}"]
     log.output().close()
-    # A Ctrl-C while the new interpreter starts would make it show a traceback: it waits for `epdd/__main__.py`.
+    # Ctrl-C while the new interpreter starts would print a traceback: blocked until `epdd/__main__.py` runs.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(sys.executable, command)
 
 
 def _check(arguments: list[str]) -> int:
-    parser = Parser(prog="epdd check", description="Say what a checkpoint is and whether it would be served, without "
-                    "reading its weights or starting anything.  Exit code 0: served; 78: not.")
-    _add_model(parser, "folder, or a model of the Hub that is in the local cache, as ORG/NAME")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = Parser(prog="epdd check", description="Show what a checkpoint is and whether epdd can serve it. Reads no "
+                    "weights and starts nothing. Exit code 0: it can be served; 78: it cannot.")
+    _add_model(parser, "folder of the checkpoint, or id of a model in the local cache of the Hub as ORG/NAME")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     from epdd.cli import check
     return check.run(args.model, _located(args), args.json)
 
 
 def _pull(arguments: list[str]) -> int:
-    parser = Parser(prog="epdd pull", description="Download what epdd needs of a model of the Hub into the local "
-                    "cache, or the rest of it after an interruption.  HF_HOME, HF_ENDPOINT, "
-                    "HF_TOKEN and HF_HUB_OFFLINE hold.")
-    _add_model(parser, "model of the Hub, as ORG/NAME")
+    parser = Parser(prog="epdd pull", description="Download what epdd needs of a model of the Hugging Face Hub into "
+                    "the local cache. Continues an interrupted download. HF_HOME, HF_ENDPOINT, HF_TOKEN and "
+                    "HF_HUB_OFFLINE in the environment apply.")
+    _add_model(parser, "id of the model on the Hub, as ORG/NAME")
     args = parser.parse_args(arguments)
     if not hub.is_id(args.model):
         hub.refuse_missing(args.model)
@@ -119,7 +119,7 @@ def _pull(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     from epdd.ctl import client, machine
-    parser = Parser(prog="epdd plan", description="Show which workers would run where; starts nothing.")
+    parser = Parser(prog="epdd plan", description="Show which workers would run where on this machine. Starts nothing.")
     machine.plan_arguments(parser)
     args = parser.parse_args(arguments)
     try:
@@ -134,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def _located(args: argparse.Namespace) -> str:
-    """The model's folder.  Nothing is downloaded only to be looked at."""
+    """The model's folder.  Downloads nothing."""
     wanted = Config(model=ModelSettings(path=args.model, revision=args.revision))
     return hub.located(wanted, download=False).model.path
 

@@ -1,4 +1,4 @@
-"""Speaks to the daemon: one JSON line each way over its admin socket, and HTTP for `chat`."""
+"""Talks to the daemon: one line of JSON in each direction over its admin socket, and HTTP for `chat`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from epdd.errors import ConfigError, StartupError
 from epdd.log import CONTROL
 from epdd.settings.paths import SYSTEM_FILE, runtime_dir
 
-SYSTEM_DIR = Path("/run/epdd")      # the service's sockets, wherever the caller's own runtime folder is
-ANSWER_S = 5.0                      # the daemon answers from memory; longer means that it hangs
-KEY_VARIABLE = "EPDD_API_KEY"       # for `chat`, where the daemon asks for keys
-CHAT_S = 600.0                      # between two parts of an answer, the first waits for a whole prefill
+SYSTEM_DIR = Path("/run/epdd")      # sockets of the systemd service; the caller's runtime folder may be another
+ANSWER_S = 5.0                      # the daemon answers from memory, so if this is not enough it hangs
+KEY_VARIABLE = "EPDD_API_KEY"       # API key that `chat` sends
+CHAT_S = 600.0                      # between two parts of an answer; the first one waits for a whole prefill
 
 _CONTROL = {code: shown for code, shown in CONTROL.items() if code not in b"\n\t"}
 
@@ -32,13 +32,13 @@ class CtlError(Exception):
 
 
 class UsageError(CtlError):
-    """The command line has to say more, or something else."""
+    """The command line lacks something or is wrong."""
 
     exit_code = 2
 
 
 class Refused(CtlError):
-    """The daemon would not start; the message and the exit code are those that it would end with."""
+    """The daemon would not start: with this message and exit code."""
 
     def __init__(self, error: StartupError) -> None:
         super().__init__(error.message)
@@ -52,12 +52,12 @@ class NotRunning(CtlError):
 
 
 def socket_of(given: str | None) -> Path:
-    """The admin socket of --socket, or else of the only daemon.  Raises NotRunning, UsageError."""
+    """The admin socket given by --socket, or that of the only running daemon.  Raises NotRunning, UsageError."""
     return Path(given) if given else find_socket()
 
 
 def find_socket(environ: Mapping[str, str] | None = None) -> Path:
-    """The only live daemon's admin socket.  Raises NotRunning, UsageError if there are several."""
+    """The admin socket of the only running daemon.  Raises NotRunning, or UsageError if several run."""
     environ = os.environ if environ is None else environ
     if environ.get("EPDD_ADMIN_SOCKET"):
         return Path(environ["EPDD_ADMIN_SOCKET"])
@@ -79,7 +79,7 @@ def find_socket(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _of_settings() -> Path | None:
-    """admin.socket of the service's settings, if they name one and are ours to read."""
+    """admin.socket of the system's settings file, if it sets one and we may read it."""
     from epdd.settings.config import Config, from_file
     try:
         socket = from_file(Config(), SYSTEM_FILE).admin.socket
@@ -93,19 +93,19 @@ def _listens(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except PermissionError:
-            return True             # it is there; `ask` says that it is not ours
+            return True             # a daemon listens; `ask` reports that we may not use it
         except OSError:
             return False
     return True
 
 
 def ask(path: Path, verb: str, **fields: Any) -> Any:
-    """The daemon's answer to one verb.  Raises NotRunning, CtlError when it refuses or does not answer."""
+    """The daemon's answer to one verb.  Raises NotRunning, or CtlError if it refuses or does not answer."""
     return _ask(path, {"verb": verb, **fields})[0]
 
 
 def listener(path: Path) -> tuple[str, int, int]:
-    """Host and port of the daemon's API, and the user it runs as.  Raises as `ask` does."""
+    """Host and port of the daemon's API, and the user it runs as.  Raises the errors of `ask`."""
     status, uid = _ask(path, {"verb": "status"})
     try:
         return status["listen"]["host"], status["listen"]["port"], uid
@@ -114,7 +114,7 @@ def listener(path: Path) -> tuple[str, int, int]:
 
 
 def _ask(path: Path, request: dict[str, Any]) -> tuple[Any, int]:
-    """Its answer, without control characters, and the user it runs as."""
+    """The daemon's answer without control characters, and the user it runs as."""
     try:
         sock, uid = peer.connect(path, ANSWER_S)
         with sock:
@@ -140,7 +140,7 @@ def _ask(path: Path, request: dict[str, Any]) -> tuple[Any, int]:
 
 
 def _harmless(value: Any) -> Any:
-    """JSON whose texts steer no terminal, whatever they hold."""
+    """JSON with control characters escaped, so that no text can control the terminal."""
     if isinstance(value, str):
         return value.translate(_CONTROL)
     if isinstance(value, dict):
@@ -156,7 +156,7 @@ def chat(host: str, port: int, uid: int, question: str, images: Sequence[str]) -
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _image_url(image)}} for image in images]
     content.append({"type": "text", "text": question})
     body = json.dumps({"messages": [{"role": "user", "content": content}], "stream": True})
-    # A wildcard address is where the daemon listens, not where it can be called.
+    # The daemon may listen on a wildcard address, to which no client can connect.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     connection = http.client.HTTPConnection(host, port, timeout=CHAT_S)
     try:
@@ -203,7 +203,7 @@ def _error_of(body: bytes) -> str:
 
 
 def _image_url(image: str) -> str:
-    """A web address as it is, a file as a data address.  The daemon looks at the bytes for the format."""
+    """A URL unchanged, a file as a data: URL.  The daemon detects the format by the bytes, not by this type."""
     if image.startswith(("http://", "https://", "data:")):
         return image
     try:

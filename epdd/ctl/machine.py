@@ -23,29 +23,30 @@ def add_verbs(verbs: Any) -> None:
 
     verb = verbs.add_parser("topology", help="draw sockets, NUMA nodes, cores, memory, GPUs, and the workers on them")
     _add_settings(verb)
-    verb.add_argument("--save", metavar="FILE", help="write the machine to a file for --load or plan --topology")
+    verb.add_argument("--save", metavar="FILE", help="write the machine to a file, for --load or plan --topology")
     _add_machine(verb, "--load")
     verb.set_defaults(run=_topology)
 
 
 def plan_arguments(verb: argparse.ArgumentParser) -> None:
-    """What `plan` reads."""
+    """Adds the arguments of `plan`."""
     _add_settings(verb)
-    verb.add_argument("--why", action="store_true", help="say the reason for each decision")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("--why", action="store_true", help="also print the reason for each decision")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     _add_machine(verb, "--topology")
 
 
 def _add_settings(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--model", metavar="MODEL", help="checkpoint folder, or a model of the Hub in the local cache")
-    verb.add_argument("--config", metavar="FILE", help="settings, as the daemon reads them")
-    verb.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
+    verb.add_argument("--model", metavar="MODEL", help="folder of a checkpoint, or id of a model in the local cache")
+    verb.add_argument("--config", metavar="FILE", help="settings file (default: that of the daemon)")
+    verb.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                      help="set one setting, as in --set encoder.workers=2; may be repeated")
 
 
 def _add_machine(verb: argparse.ArgumentParser, load: str) -> None:
     which = verb.add_mutually_exclusive_group()
-    which.add_argument(load, dest="load", metavar="FILE", help="a machine saved by epdctl topology --save")
-    which.add_argument("--sysroot", metavar="DIR", help="a copied machine: folder of its sys/ and proc/")
+    which.add_argument(load, dest="load", metavar="FILE", help="a machine saved by `epdctl topology --save`")
+    which.add_argument("--sysroot", metavar="DIR", help="a copied machine: folder with its sys/ and proc/")
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -80,7 +81,7 @@ def _topology(args: argparse.Namespace) -> int:
             workers = [picture.DrawnWorker(spec.name, spec.device, spec.cpus, spec.numa_node)
                        for spec in _decide(args, topology).specs]
         except client.CtlError as error:
-            # The machine is worth a look most of all where no plan fits it.
+            # An operator needs the picture most when no plan fits the machine.
             title, workers = f"no workers: {error}", []
     print(picture.draw(topology, workers, title, colour=picture.wants_colour(sys.stdout)))
     return 0

@@ -1,6 +1,6 @@
-"""`epdctl`: looks at the daemon and steers it.
+"""`epdctl`: shows and controls a running daemon.
 
-Exit codes: 0 good; 1 not ready (status), refused or failed; 2 wrong usage; 3 no daemon runs; 78 the daemon would
+Exit codes: 0 success; 1 not ready (status), refused or failed; 2 wrong usage; 3 no daemon runs; 78 the daemon would
 not start (plan).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from epdd import __version__
 from epdd.ctl import client, machine, routing
 
-# What a worker's state is once the verb has had its effect.
+# States of a worker that show that the verb took effect.
 EFFECTS = {"drain": ("DRAINING", "GONE"), "resume": ("READY", "STARTING")}
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"epdctl: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader, `head` say, has enough; the interpreter must not complain when it flushes at exit.
+        # The reader of stdout, `head` for example, has closed it.  Python must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -87,35 +87,35 @@ def _version(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="epdctl", description="Look at the epdd daemon and steer it.")
-    parser.add_argument("--socket", metavar="PATH", help="admin socket (default: the only daemon's that runs here)")
+    parser = argparse.ArgumentParser(prog="epdctl", description="Show and control a running epdd daemon.")
+    parser.add_argument("--socket", metavar="PATH", help="admin socket of the daemon, if several run here")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    verb = verbs.add_parser("status", help="show workers, queues, memory and latencies")
-    verb.add_argument("--watch", action="store_true", help="refresh each second until Ctrl-C")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb = verbs.add_parser("status", help="show workers, queues, memory and latencies; exit code 1: not ready")
+    verb.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_status)
 
     machine.add_verbs(verbs)
     routing.add_verbs(verbs)
 
-    for name, run, text in (("drain", _steer, "let a worker finish what it has and give it nothing new"),
-                            ("resume", _steer, "give a drained worker work again, or try a failed one anew"),
-                            ("restart", _restart, "end a worker's process; a new one takes its place")):
+    for name, run, text in (("drain", _steer, "let a worker finish its requests and give it no new ones"),
+                            ("resume", _steer, "give work to a drained worker again, or restart a failed one"),
+                            ("restart", _restart, "end a worker's process and start a new one in its place")):
         verb = verbs.add_parser(name, help=text)
-        verb.add_argument("worker", metavar="WORKER", help="encoder/0, pd/0, ... as in status")
+        verb.add_argument("worker", metavar="WORKER", help="encoder/0, pd/0, ... as `epdctl status` shows them")
         verb.set_defaults(run=run)
 
-    verb = verbs.add_parser("reload", help="read the settings file again: [router], log level, API keys; fails if it "
-                            "is refused")
+    verb = verbs.add_parser("reload", help="apply [router], log.level, server.share_caches and API keys of the "
+                            "settings file; if the file has an error, change nothing")
     verb.set_defaults(run=_reload)
 
-    verb = verbs.add_parser("chat", help="ask the model, with or without images")
-    verb.add_argument("-i", "--image", action="append", default=[], metavar="IMAGE", help="file or web address")
-    verb.add_argument("question", metavar="QUESTION")
+    verb = verbs.add_parser("chat", help="ask the model one question, with or without images, and print its answer")
+    verb.add_argument("-i", "--image", action="append", default=[], metavar="IMAGE", help="file or URL; repeatable")
+    verb.add_argument("question", metavar="QUESTION", help="text of the question")
     verb.set_defaults(run=_chat)
 
-    verb = verbs.add_parser("version", help="show the versions of epdctl and the daemon")
+    verb = verbs.add_parser("version", help="show the versions of epdctl and of the daemon")
     verb.set_defaults(run=_version)
     return parser
 

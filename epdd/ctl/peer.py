@@ -1,4 +1,4 @@
-"""Who is at the other end: nothing is sent, least of all an API key, before the kernel has named who listens there."""
+"""Asks the kernel which user listens at the other end, before anything is sent there, above all an API key."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LISTENING = "0A"                           # in /proc/net/tcp
 
 
 class Stranger(Exception):
-    """Somebody else than the daemon may be listening; the message says who and where."""
+    """Another user than the daemon's may be listening; the message says who and where."""
 
 
 def connect(path: Path, timeout_s: float) -> tuple[socket.socket, int]:
-    """A connection to a Unix socket and the user who listens there: we, root, or the owner of its folder.
+    """A connection to a Unix socket, and the user who listens there: our own, root, or the owner of its folder.
 
     Raises Stranger, OSError.
     """
@@ -51,7 +51,7 @@ def check_listener(sock: socket.socket, uid: int) -> None:
 
 
 def _listeners(address: str, port: int) -> set[int]:
-    """Who listens on this very address, else who does on all."""
+    """Users who listen on this address; if there is none, users who listen on all addresses."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     found: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, set[int]] = {}
     for table in ("tcp", "tcp6"):
@@ -68,6 +68,6 @@ def _listeners(address: str, port: int) -> set[int]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """As /proc/net/tcp has it: words of 32 bits in the machine's own order."""
+    """An address of /proc/net/tcp: hexadecimal words of 32 bits in the byte order of the machine."""
     words = [int(text[at:at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
     return ipaddress.ip_address(b"".join(words))

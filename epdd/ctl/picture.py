@@ -1,4 +1,4 @@
-"""`epdctl topology`: the machine drawn in 100 columns, one letter or digit a core, and the workers on it."""
+"""`epdctl topology`: draws the machine and its workers in 100 columns, one letter or digit for each core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epdd.ctl.render import Paint, shorten, size
 from epdd.hardware.topology import EFFICIENCY, Cpu, Gpu, NumaNode, Topology, plural, ranges
 
 COLUMNS = 100
-_ENCODERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"         # pd workers take digits, so that the two roles differ at a glance
+_ENCODERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"         # prefill-decode workers are digits, to tell the roles apart
 _PDS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _FREE, _SHARED = "·", "*"
 _GAP = "  "                     # between two boxes
@@ -32,7 +32,7 @@ class DrawnWorker:
     cpus: tuple[int, ...]
     numa_node: int | None
     state: str = "READY"
-    abilities: tuple[str, ...] = ()     # torch's own word, from a running worker
+    abilities: tuple[str, ...] = ()     # instruction sets that torch uses in a running worker
 
     @property
     def symbol(self) -> str:
@@ -50,7 +50,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def draw(topology: Topology, workers: Sequence[DrawnWorker], title: str, colour: bool = False) -> str:
-    """The whole picture; `title` says whose workers these are."""
+    """The whole picture; `title` says whether the workers run or are planned."""
     picture = _Picture(topology, workers, Paint(colour))
     return "\n".join([*picture.head(), "", *picture.sockets(), *picture.rest(), "", *picture.key(title),
                       *picture.tables(), *picture.notes()])
@@ -82,7 +82,7 @@ class _Picture:
         return [f"caches: {text}"] if text else []
 
     def sockets(self) -> list[str]:
-        """A box for each socket, in it a box for each of its NUMA nodes."""
+        """A box for each socket, which contains a box for each of its NUMA nodes."""
         lines = []
         for socket in sorted({cpu.socket for cpu in self._topology.cpus}):
             cpus = [cpu for cpu in self._topology.cpus if cpu.socket == socket]
@@ -114,7 +114,7 @@ class _Picture:
         return _box(title, lines, width)
 
     def _cores(self, cpus: list[Cpu], label: str, width: int) -> list[str]:
-        """One cell for each core: who sits on it."""
+        """One cell for each core, with the sign of the worker on it."""
         cells = {cpu.core: self._cell(cpu) for cpu in reversed(cpus)}
         gap = " " if len(cells) * 2 <= 3 * (width - len(label)) else ""
         per_line = (width - len(label)) // (1 + len(gap))
@@ -148,7 +148,7 @@ class _Picture:
         return f"{symbol} {shorten(f'GPU {gpu.index:<2} {size(gpu.memory_bytes):>9}  {gpu.bus_id}  {name}', width - 2)}"
 
     def rest(self) -> list[str]:
-        """What hangs on no node with CPUs: memory alone, and GPUs of unknown place."""
+        """Boxes for NUMA nodes without CPUs, GPUs of unknown place, and workers that are not bound."""
         with_cpus = {cpu.node for cpu in self._topology.cpus if cpu.node is not None}
         bare = [f"NUMA node {node.id}, {_memory(node)}{self._nearest(node, with_cpus)}"
                 for node in self._topology.nodes if node.id not in with_cpus]
@@ -171,7 +171,7 @@ class _Picture:
         return [self._paint("dim", line) for line in textwrap.wrap(text, COLUMNS)]
 
     def tables(self) -> list[str]:
-        """Distances of NUMA nodes and links of GPUs, where they tell nodes or GPUs apart."""
+        """Distances between NUMA nodes and links between GPUs, if they are not all equal."""
         nodes, gpus = self._topology.nodes, self._topology.gpus
         lines = []
         if len({distance for node in nodes for _, distance in node.distances}) > 2:
@@ -231,7 +231,7 @@ def _box(title: str, lines: Iterable[str], width: int) -> list[str]:
 
 
 def _beside(boxes: Sequence[list[str]], width: int) -> list[str]:
-    """Boxes next to each other, the shorter ones drawn out to the length of the longest."""
+    """Boxes next to each other, all as high as the highest."""
     height = max(map(len, boxes))
     stretched = [[*box[:-1], *[f"│{' ' * (width - 2)}│"] * (height - len(box)), box[-1]] for box in boxes]
     return [_GAP.join(parts) for parts in zip_longest(*stretched, fillvalue="")]

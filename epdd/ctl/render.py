@@ -11,14 +11,14 @@ from epdd.hardware.topology import ranges
 Json = dict[str, Any]
 
 COLUMNS = 100
-CPUS_COLUMNS = 12           # a longer list of CPUs is cut: its beginning tells where it is
+CPUS_COLUMNS = 12           # longer lists of CPUs are cut; the beginning shows where they are
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "degraded": "yellow", "gone": "red",
           "failed": "red"}
 
 
 class Paint:
-    """Puts terminal colours around text, or leaves it."""
+    """Puts terminal colours around text, if `colour`."""
 
     def __init__(self, colour: bool) -> None:
         self._colour = colour
@@ -51,8 +51,8 @@ def headline(snapshot: Json, paint: Paint) -> str:
 
 
 def notes(snapshot: Json) -> list[str]:
-    """What an operator should know: bindings denied and the reasons why the daemon is not ready."""
-    told = {f"{worker['name']} {worker['state']}" for worker in snapshot["workers"]}     # by the table
+    """What an operator should know: why the daemon is not ready, warnings, slow and restarted workers."""
+    told = {f"{worker['name']} {worker['state']}" for worker in snapshot["workers"]}     # the table shows it
     found = [reason for reason in snapshot["why"] if reason not in told]
     if entries := snapshot.get("poison", {}).get("entries"):
         found.append(f"content over which two workers died is refused: {quantity(entries)} images or prompts")
@@ -99,7 +99,7 @@ def facts(snapshot: Json) -> list[tuple[str, str]]:
 
 
 def handover(snapshot: Json) -> list[str]:
-    """How rows get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
+    """How embeddings get from encoders on GPUs to prefill-decode workers on GPUs: a line for each encoder."""
     lines = []
     for pool in snapshot["transport"]["pools"]:
         lines.append(f"{pool['encoder']}: {size(pool['used_bytes'])} of {size(pool['bytes'])} used of its GPU's "
@@ -113,7 +113,7 @@ def handover(snapshot: Json) -> list[str]:
 
 
 def encoding(workers: Sequence[Json]) -> list[str]:
-    """What computes the embeddings, with the times of all that were measured: a line for each kind of outcome."""
+    """Backend that computes embeddings, and the times of all backends that were measured; equal outcomes once."""
     seen: dict[tuple[str, ...], str] = {}
     for worker in workers:
         if worker.get("backend") is None:
@@ -127,7 +127,7 @@ def encoding(workers: Sequence[Json]) -> list[str]:
 
 
 def _memory(snapshot: Json) -> str:
-    """What the arena lies in, and all KV caches together."""
+    """Huge pages of the arena, and the sum of all KV caches."""
     huge = snapshot["arena"]["huge_bytes"]
     used, cached, tokens = (sum(worker[key] or 0 for worker in snapshot["workers"])
                             for key in ("kv_used", "kv_cached", "kv_tokens"))
@@ -147,7 +147,7 @@ def worker_cells(worker: Json) -> tuple[str, ...]:
     work = quantity(worker["in_flight"])
     if worker["in_flight_cost"]:
         work += f" ({quantity(worker['in_flight_cost'])})"
-    # The policy that the kernel has is the truth; without one, memory comes from where the CPUs are.
+    # The memory policy that the kernel reports counts; without one, memory comes from the node of the CPUs.
     node = "-" if worker["numa_node"] is None else str(worker["numa_node"])
     if (policy := worker.get("mem_policy")) and policy != "default":
         node = policy
@@ -156,7 +156,7 @@ def worker_cells(worker: Json) -> tuple[str, ...]:
             _percent(level(worker)))
 
 
-# The last column: an encoder's share of the work encoded in about the last minute, a PD worker's used KV cache.
+# The last column: an encoder's share of the work of about the last minute, or a PD worker's used part of KV cache.
 LEVEL = "SHARE/KV"
 HEADER = ("WORKER", "DEVICE", "NUMA", "CPUS", "STATE", "IN FLIGHT", "RATE", "DONE", "MEMORY", LEVEL)
 RIGHT = frozenset({"NUMA", "RATE", "DONE", "MEMORY", LEVEL})
@@ -200,7 +200,7 @@ def _rate(worker: Json) -> str:
 
 
 def level(worker: Json) -> float | None:
-    """What the last column shows of a worker, 0 to 1."""
+    """Value of the last column, 0 to 1."""
     if worker["role"] == "encoder":
         return None if worker["share"] is None else float(worker["share"])
     return (worker["kv_used"] or 0) / worker["kv_tokens"] if worker["kv_tokens"] else None
@@ -215,7 +215,7 @@ def _slowness(worker: Json) -> str:
 
 
 def ratio(router: Json) -> str:
-    """R in force and, where it was set, what was measured: "6.21 measured", "8 set, 6.21 measured", "-"."""
+    """The current R; if it was set, also the measured one: "6.21 measured", "8 set, 6.21 measured", "-"."""
     measured = f"{number(router['ratio_measured'])} measured"
     if router["ratio_set"] is not None:
         return f"{number(router['ratio_set'])} set" + (f", {measured}" if router["ratio_measured"] is not None else "")

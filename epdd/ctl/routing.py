@@ -1,4 +1,4 @@
-"""`epdctl policy` and `epdctl explain`: how images are routed, and where those of a request went."""
+"""`epdctl policy` and `epdctl explain`: how images are routed, and where the images of a request went."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 from epdd.ctl import client, render
 from epdd.ctl.render import COLUMNS, Json
 
-UNTIL = "A change lasts until the next one, or until the daemon reloads (SIGHUP): that takes the file's values again."
-LISTED = 20                 # requests, unless -n says otherwise
-ID_COLUMNS = 20             # of a client's own id in the list
+UNTIL = "A change lasts until the next one, or until the daemon reloads (SIGHUP) and applies the settings file again."
+LISTED = 20                 # requests, without -n
+ID_COLUMNS = 20             # width of a client's own request id in the list
 
 
 def add_verbs(verbs: Any) -> None:
     verb = verbs.add_parser("policy", help="show how images are routed to encoders, or change it without a restart",
-                            description=f"Show how images are routed to encoders, or change it at once.  {UNTIL}")
-    verb.add_argument("policy", nargs="?", metavar="POLICY", help="one of those that `epdctl policy` lists")
-    verb.add_argument("--unit", help="count work in flight by request, image or patch")
-    verb.add_argument("--ratio", type=_ratio, metavar="R", help="GPU encoder speed over CPU encoder speed; auto: "
-                                                                "as measured")
-    verb.add_argument("--slack", type=_slack, metavar="S", help="order of the queue: 0, first come first served; more "
-                                                                "lets small requests go before large ones")
-    verb.add_argument("--json", action="store_true", help="for programs")
+                            description=f"Show how images are routed to encoders, or change it at once. {UNTIL}")
+    verb.add_argument("policy", nargs="?", metavar="POLICY", help="name of a policy; `epdctl policy` lists them")
+    verb.add_argument("--unit", help="unit in which work in flight is counted: request, image or patch")
+    verb.add_argument("--ratio", type=_ratio, metavar="R", help="how many times faster a GPU encodes than "
+                      "the CPUs of one NUMA node; auto: as measured")
+    verb.add_argument("--slack", type=_slack, metavar="S", help="order of the encode queue; 0: first come, "
+                      "first served; higher: small requests pass large ones")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_policy)
 
     verb = verbs.add_parser("explain", help="show where the images of a request went, and why",
                             description="Show where the images of a running or recent request went, why, and how long "
-                                        "everything took; without an id, list the last requests.")
-    verb.add_argument("request", nargs="?", metavar="REQUEST_ID", help="the answer's id, or its x-request-id header")
+                                        "each step took. Without REQUEST_ID, list the last requests.")
+    verb.add_argument("request", nargs="?", metavar="REQUEST_ID", help="id of the answer, or its x-request-id header")
     verb.add_argument("-n", type=_amount, default=LISTED, metavar="COUNT", dest="amount",
-                      help=f"list this many requests (default: {LISTED})")
-    verb.add_argument("--json", action="store_true", help="for programs")
+                      help=f"number of requests in the list (default: {LISTED})")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=_explain)
 
 
@@ -90,7 +90,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def policy(router: Json) -> str:
-    """The settings in force, then one line on each policy."""
+    """The current settings of the router, then one line for each policy."""
     width = max(map(len, router["policies"]))
     lines = [f"{name:8}  {value}" for name, value in (
         ("policy", router["policy"]), ("unit", router["unit"]), ("slack", render.number(router["slack"])),
@@ -102,7 +102,7 @@ def policy(router: Json) -> str:
 
 
 def listing(requests: Sequence[Json]) -> str:
-    """The last requests, one a line."""
+    """The last requests, one on each line."""
     if not requests:
         return "no request yet"
     with_client = any(each["client_id"] for each in requests)
@@ -126,9 +126,9 @@ def explanation(request: Json) -> str:
 
 
 def _images(request: Json) -> list[str]:
-    """A table; its last column, the reasons, takes what is left of the width.
+    """A table of images; the last column, the reasons, takes the rest of the width.
 
-    An encoding ENDED so long after the request's arrival: TOOK is without its turn behind others in the worker.
+    ENDED counts from the arrival of the request.  TOOK is the encoding alone, without waiting inside the worker.
     """
     rows = [("IMAGE", "PATCHES", "SOURCE", "ENCODER", "WAITED", "PREDICTED", "TOOK", "ENDED", "WHY")]
     for index, image in enumerate(request["images"]):
@@ -161,7 +161,7 @@ def _without_encoder(image: Json, request: Json) -> str:
 
 
 def _times(request: Json) -> list[str]:
-    """What happened when, in seconds after the arrival."""
+    """The steps of a request, each with its seconds after the arrival."""
     steps = [(0.0, "arrived"), (request["began_at_s"], "images fetched, prompt made"),
              (request["embedded_at_s"], "embeddings ready")]
     for each in request["placements"]:

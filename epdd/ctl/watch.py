@@ -1,4 +1,4 @@
-"""`epdctl status --watch`: the status once a second, with bars, until Ctrl-C."""
+"""`epdctl status --watch`: shows the status every second, with bars, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from epdd.ctl.render import Json
 
 PERIOD_S = 1.0
 BAR_COLUMNS = 8
-NARROW_COLUMNS = 100                            # below, the table leaves out what is asked for least
+NARROW_COLUMNS = 100                            # narrower terminals: the table leaves out WIDE_ONLY
 WIDE_ONLY = frozenset({"CPUS", "DONE", "MEMORY"})
 
 
 def watch(find: Callable[[], Path]) -> int:
-    """Show the status until Ctrl-C.  A daemon that goes away is waited for."""
+    """Show the status until Ctrl-C.  If the daemon goes away, wait for the next one."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
@@ -106,6 +106,6 @@ def _level(share: float) -> str:
 
 
 def _bar(share: float, style: str) -> Text:
-    """Readable without colours too, and with a number for what eight blocks cannot tell."""
+    """A bar that is readable without colours; the number is more exact than eight blocks."""
     full = round(BAR_COLUMNS * min(1.0, share))
     return Text.assemble(("█" * full, style), ("░" * (BAR_COLUMNS - full), "dim"), f" {100 * share:3.0f}%")

@@ -1,4 +1,4 @@
-"""Command lines: what cannot be parsed is told in one sentence, with the option that was probably meant."""
+"""Command lines.  An error is one sentence and suggests the option that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from epdd.errors import ConfigError
 
-# Options of other servers that people try first, and the way here.
+# Options of vLLM and SGLang that people try first, and what to use here.
 ELSEWHERE = {
     "--api-key": "set EPDD_SERVER_API_KEYS, or --set server.api_keys_file=FILE",
-    "--data-parallel-size": "every GPU gets a worker by itself; --set pd.workers=gpu:N asks for a number",
+    "--data-parallel-size": "each GPU gets a worker automatically; --set pd.workers=gpu:N sets their number",
     "--dtype": "--set model.dtype=NAME",
     "--gpu-memory-utilization": "--set pd.kv_bytes=N limits the KV cache",
     "--limit-mm-per-prompt": "--set media.max_images=N",
@@ -21,19 +21,19 @@ ELSEWHERE = {
     "--max-num-seqs": "--set pd.max_sequences=N",
     "--model-path": "--model MODEL",
     "--served-model-name": "--set model.name=NAME",
-    "--tensor-parallel-size": "a model lies whole on each GPU, and every GPU gets a worker by itself",
-    "--tp": "a model lies whole on each GPU, and every GPU gets a worker by itself",
+    "--tensor-parallel-size": "not supported: each GPU holds the whole model and gets its own worker",
+    "--tp": "not supported: each GPU holds the whole model and gets its own worker",
 }
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` if one of `known` is spelled like `word`, else nothing."""
+    """`; did you mean ...?` if one of `known` is spelled like `word`, else empty."""
     found = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
+    """Raises ConfigError instead of printing the usage and exiting, as argparse does."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")

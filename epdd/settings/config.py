@@ -58,9 +58,9 @@ SECTIONS: dict[str, type[Struct]] = {name: kind for name, kind in typing.get_typ
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None,
          prog: str = "python -m epdd") -> tuple[Config, argparse.Namespace]:
-    """Settings from file, environment and arguments, the later winning.  Raises ConfigError.
+    """Settings from file, environment and arguments; a later source overrides an earlier one.  Raises ConfigError.
 
-    `warnings` of the arguments are lines for the log: settings by former names.
+    `warnings` of the returned arguments are log lines about settings that were given by an old name.
     """
     args = _parser(prog).parse_args(argv)
     if args.positional and args.model:
@@ -88,7 +88,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None,
 
 
 def from_file(config: Config, path: Path, names: Names | None = None) -> Config:
-    """`config` with the settings of a TOML file.  Raises ConfigError."""
+    """`config` with the settings of a TOML file.  Raises ConfigError naming file, section and setting."""
     try:
         tables = tomllib.loads(path.read_text())
     except OSError as error:
@@ -116,7 +116,7 @@ def _check_together(config: Config) -> None:
 
 
 def admin_socket(config: Config, port: int) -> Path:
-    """The admin socket: as configured, else one per port, so that several daemons can run side by side."""
+    """Path of the admin socket: admin.socket, or one named by the port, so that several daemons can run."""
     if config.admin.socket:
         return Path(config.admin.socket)
     return runtime_dir() / f"admin-{port}.sock"
@@ -133,16 +133,18 @@ def _from_environ(config: Config, environ: Mapping[str, str], names: Names) -> C
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="Serve a vision-language model from this machine.")
+    parser = Parser(prog=prog, description="Start the daemon, which serves a vision-language model from this machine "
+                    "by an OpenAI-compatible API. --set takes every setting of etc/epdd.toml.")
     parser.add_argument("positional", nargs="?", metavar="MODEL",
-                        help="checkpoint folder, or a model of the Hub as ORG/NAME (default: the demo model)")
-    parser.add_argument("--model", metavar="MODEL", help="another way to name MODEL")
+                        help="folder of a checkpoint, or a model of the Hub as ORG/NAME (default: a small demo model)")
+    parser.add_argument("--model", metavar="MODEL", help="the same as the argument MODEL")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model of the Hub (default: main)")
-    parser.add_argument("--emulate", metavar="NAME", help="devices with given time models: a shipped profile or a file")
-    parser.add_argument("--host", help="address to listen on")
-    parser.add_argument("--port", help="TCP port to listen on; 0: any")
-    parser.add_argument("--config", metavar="FILE", help=f"settings (default: {SYSTEM_FILE} if it is there)")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
-    parser.add_argument("--plan", action="store_true", help="print which workers would run where, and stop")
-    parser.add_argument("--version", action="store_true", help="print the version, and stop")
+    parser.add_argument("--emulate", metavar="NAME", help="emulate devices: name of a shipped profile, or a file")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", help="TCP port to listen on (default: 8765); 0: any free one")
+    parser.add_argument("--config", metavar="FILE", help=f"settings file (default: {SYSTEM_FILE} if it exists)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="set one setting, as in --set server.port=9000; may be repeated")
+    parser.add_argument("--plan", action="store_true", help="print which workers would run where, and exit")
+    parser.add_argument("--version", action="store_true", help="print the version, and exit")
     return parser

@@ -1,4 +1,4 @@
-"""Settings that have a new name.  The former one works for one release, with a warning in the log."""
+"""Renamed settings.  An old name works for one release, with a warning in the log."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RENAMED = {
 
 
 class Names:
-    """Which names the sources of one configuration use."""
+    """Translates old names of settings, and remembers which names were used and where."""
 
     def __init__(self) -> None:
-        self._used: dict[str, str] = {}         # former and new names, and where each was read
+        self._used: dict[str, str] = {}         # name, old or new -> source that used it
         self.warnings: list[str] = []
 
     def current(self, section: str, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """`values` under the settings' current names.  Raises ConfigError if a setting has both, in whatever source."""
+        """`values` by their current names.  Raises ConfigError if a setting is given by both names, in any sources."""
         found = {}
         for key, value in values.items():
             name = f"{section}.{key}"

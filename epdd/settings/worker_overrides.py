@@ -1,4 +1,4 @@
-"""What an operator can ask of placement: how many workers of a role, or each one in a [[worker]] table."""
+"""What an operator can ask of placement: a number of workers for a role, or each worker in a [[worker]] table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def override(table: Any, where: str) -> WorkerOverride:
 
 
 def _cpus(value: Any, where: str) -> list[int]:
-    """"0-3,8", or the numbers as a list."""
+    """Sorted CPU numbers of text like "0-3,8", or of a list of numbers."""
     text = ",".join(map(str, value)) if isinstance(value, list) else value
     parts = text.replace(" ", "").split(",") if isinstance(text, str) else ["?"]
     found: set[int] = set()

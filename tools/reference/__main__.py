@@ -67,21 +67,21 @@ def is_current(path: Path, text: str) -> bool:
 EPDD = """\
 # epdd
 
-`epdd serve` starts the daemon. `epdd check`, `epdd pull` and `epdd plan` start nothing that stays.
+`epdd serve` starts the daemon. `epdd check`, `epdd pull` and `epdd plan` do one thing and exit.
 
 | exit code | |
 |---|---|
 | 0 | success |
 | 2 | wrong usage |
-| 75 | the network, the Hub or a free port is missing: trying again later may help |
-| 78 | a setting, the model or the machine does not fit: trying again without a change does not help |
+| 75 | temporary failure: the network, the Hub or the port is not available; a retry may help |
+| 78 | a setting, the model or the machine does not fit; a retry without a change fails again |
 | 130 | ended by Ctrl-C |
 """
 
 EPDCTL = """\
 # epdctl
 
-`epdctl` looks at a running daemon and steers it, by a Unix socket. `--socket PATH` before the verb chooses one of
+`epdctl` shows and controls a running daemon over a Unix socket. `--socket PATH` before the verb chooses one of
 several daemons.
 
 | exit code | |

@@ -1,6 +1,6 @@
-"""The one queue of images to encode.  Late binding: a job gets a worker only when that worker can start it.
+"""The queue of images to encode.  Late binding: a job gets an encoder only when that encoder can start it.
 
-So cancelling, placing again after a death and draining are changes to this queue, not messages.
+Cancelling a job, retrying it and draining a worker therefore change this queue and send no messages.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _numbers = count()
 
 @dataclass(eq=False)
 class Job:
-    """One image to encode, in numbers; who makes it may add what it stands for in a subclass.
+    """One image to encode, as numbers; a subclass may add the image itself.
 
     Times are seconds of the clock that the router is called with.
     """
 
     request_id: str
     patches: int
-    images: int = 1                 # of its request: a request in flight is split over them
-    request_patches: int = 0        # of all images of its request that are encoded with it; 0: of this one
-    exclusive: bool = False         # goes alone: no other job beside it in its worker
-    queued: float = 0.0             # when it came
-    due: float = 0.0                # its place in the queue: least first
+    images: int = 1                 # of its request; in unit "request" the job costs 1 / images
+    request_patches: int = 0        # of all images that its request has to encode; 0: of this one only
+    exclusive: bool = False         # no other job may be in its worker
+    queued: float = 0.0             # when it was submitted
+    due: float = 0.0                # its order in the queue, least first
     worker: str | None = None       # while in flight
-    left: str | None = None         # the worker that it came back from
+    left: str | None = None         # the worker that did not finish it
     started: float = 0.0            # when it was handed over
-    tenant: str = ""                # whose it is: tenants share the encoders fairly
+    tenant: str = ""                # tenants share the encoders fairly
     number: int = field(default_factory=lambda: next(_numbers))
 
     def cost(self, unit: str) -> float:
-        """What it weighs in patches, images or requests."""
+        """Its cost in patches, images or requests."""
         if unit == "patch":
             return float(self.patches)
         return 1.0 if unit == "image" else 1.0 / self.images
 
     @property
     def entry(self) -> QueueEntry:
-        """Its place in the queue, and itself."""
+        """Its sort key in the queue, and itself."""
         return self.due, self.number, self
 
 
@@ -51,23 +51,23 @@ QueueEntry = tuple[float, int, Job]      # sorted by the first two: no two jobs 
 
 
 class Queue:
-    """Jobs that wait: of a tenant least `due` first, then in order of arrival.
+    """Queued jobs: within a tenant by `due`, then in order of arrival.
 
-    Between tenants each next job is of the one with the fewest: those that encoders have and those before it count.
+    The next job is always of the tenant with the fewest jobs on encoders and ahead in the queue.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, list[QueueEntry]] = {}       # by tenant; none is empty
-        self._encoding: Counter[str] = Counter()            # jobs that encoders have, by tenant
+        self._encoding: Counter[str] = Counter()            # jobs on encoders, by tenant
         self.patches = 0
 
     def put(self, job: Job) -> None:
-        """A job that a worker lost keeps its `due`, and so its place."""
+        """Queue a job; a job that is retried keeps its `due` and so its place."""
         insort(self._lines.setdefault(job.tenant, []), job.entry)
         self.patches += job.patches
 
     def remove(self, job: Job) -> bool:
-        """Take a job out; False if it does not wait here."""
+        """Take a job out; False if it is not queued."""
         line = self._lines.get(job.tenant, [])
         at = bisect_left(line, job.entry)
         if at == len(line) or line[at][2] is not job:
@@ -79,11 +79,11 @@ class Queue:
         return True
 
     def began(self, job: Job) -> None:
-        """An encoder has it now."""
+        """An encoder has begun the job."""
         self._encoding[job.tenant] += 1
 
     def ended(self, job: Job) -> None:
-        """That encoder has it no more."""
+        """The encoder has ended the job."""
         self._encoding[job.tenant] -= 1
         if not self._encoding[job.tenant]:
             del self._encoding[job.tenant]

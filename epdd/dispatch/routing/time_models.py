@@ -1,4 +1,4 @@
-"""How long an image takes on a worker, fitted at warm-up, corrected while running."""
+"""Predicts how long an image takes on a worker: fitted at warm-up, corrected while running."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-HEARD_MAX = 5               # images whose median corrects the fit: two outliers among them change nothing
-HEARD_S = 300.0             # older ones are forgotten: the load they tell of has passed
-DOUBT = 3                   # until so many images were heard, the fit itself fills the median up
-DEFAULT_S_PER_PATCH = 1e-3  # before anything was measured
-SLOW_FACTOR = 1.5           # slower than its fit by this
-SLOW_AFTER_S = 30.0         # for so long: then it is called slow
+HEARD_MAX = 5               # images whose median corrects the fit: it ignores two outliers among them
+HEARD_S = 300.0             # older images are forgotten: the machine's load may have changed
+DOUBT = 3                   # with fewer images than this, the fit itself fills up the median
+DEFAULT_S_PER_PATCH = 1e-3  # without any measurement
+SLOW_FACTOR = 1.5           # a worker that is slower than its fit by this,
+SLOW_AFTER_S = 30.0         # for this long, counts as slow
 
 
 class TimeModel:
-    """Seconds to encode an image of so many patches: t = (a + b * patches + c * patches^2) * correction.
+    """Seconds to encode an image: t = (a + b * patches + c * patches^2) * correction.
 
-    Linear layers cost b per patch, attention within an image c per pair.  `correction` is the median of what the
-    last images took, each over what the fit said: a worker whose CPUs are shared or throttled drifts from its
-    warm-up.  Times (`now`) are seconds of any clock that only goes forward.
+    Linear layers cost b per patch, attention within an image c per pair.  `correction` is the median of measured over
+    fitted seconds of the last images: it adapts to CPUs that are shared or throttled.  Times (`now`) are seconds of any
+    clock that only goes forward.
     """
 
     def __init__(self, samples: Sequence[tuple[int, float]] = ()) -> None:
         self._fit = fit(samples)
-        self._heard: deque[tuple[float, float]] = deque(maxlen=HEARD_MAX)      # (when, seen over fitted)
+        self._heard: deque[tuple[float, float]] = deque(maxlen=HEARD_MAX)      # (when, measured over fitted)
         self._slow_since: float | None = None
         self.correction = 1.0
 
@@ -40,7 +40,7 @@ class TimeModel:
         self.forget(now)
 
     def forget(self, now: float) -> None:
-        """Drop what is too old; with nothing heard lately the fit counts again, so the worker is tried again."""
+        """Drop old measurements: without recent ones the fit counts alone, so a slow worker gets work again."""
         while self._heard and self._heard[0][0] < now - HEARD_S:
             self._heard.popleft()
         self.correction = median([ratio for _, ratio in self._heard] + [1.0] * (DOUBT - len(self._heard)))
@@ -50,14 +50,14 @@ class TimeModel:
             self._slow_since = now
 
     def slow(self, now: float) -> bool:
-        """Whether it has been slower than its fit for long."""
+        """Whether the worker has been SLOW_FACTOR slower than its fit for SLOW_AFTER_S."""
         return self._slow_since is not None and now - self._slow_since >= SLOW_AFTER_S
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     """Non-negative (a, b, c) of the least squared relative error over (patches, seconds).
 
-    Terms that would be negative are dropped: a model must never promise that a larger image takes less time.
+    Negative terms are dropped: a model must never predict that a larger image takes less time.
     """
     usable = [(float(patches), seconds) for patches, seconds in samples if patches > 0 and seconds > 0]
     if not usable:
@@ -65,7 +65,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     for powers in ((0, 1, 2), (1, 2), (0, 1), (1,)):
         if len(powers) > len({patches for patches, _ in usable}):
             continue
-        # Dividing each row by its time makes the error relative: small images count as much as large ones.
+        # Each row is divided by its time, so the error is relative: small images count as much as large ones.
         rows = [[patches ** power / seconds for power in powers] for patches, seconds in usable]
         solution = _least_squares(rows)
         if solution is not None and min(solution) >= 0:
@@ -77,7 +77,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
 def _least_squares(rows: list[list[float]]) -> list[float] | None:
     """x of least |rows x - 1|^2 by the normal equations; None if they are singular.
 
-    Three unknowns at most: numpy would be most of the daemon's memory for this alone.
+    Three unknowns at most: for these, numpy would cost more memory than the rest of the daemon.
     """
     width = len(rows[0])
     scale = [max(abs(row[i]) for row in rows) for i in range(width)]

@@ -1,1 +1,1 @@
-"""Everything outsiders speak to: the HTTP API and the admin socket."""
+"""The HTTP API and the chat page."""

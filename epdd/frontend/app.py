@@ -1,4 +1,4 @@
-"""The HTTP server: routes, request ids, errors to answers."""
+"""The HTTP application: routes, request ids, errors as answers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _THREADS = 2    # for large images and long prompts: the cores belong to the wor
 
 
 def build(context: Context) -> web.Application:
-    """The application, to be run with handler_cancellation=True: a client that leaves cancels its request.
+    """The application; run it with handler_cancellation=True, so that a client that leaves cancels its request.
 
-    Must be made inside the running loop.  Raises ConfigError on a bad allowlist.
+    Call it inside the running loop.  Raises ConfigError on a bad allowlist.
     """
-    _HTTP_LOG.addFilter(_no_client_faults)
+    _HTTP_LOG.addFilter(_is_server_fault)
     config = context.config
     executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="frontend")
     prompts = PromptMaker(context.family, context.prompts, executor, config.model.reasoning == "auto")
     vocabulary = Vocabulary(prompts.tokenizer)
     checker = GrammarChecker()
     bodies = Bodies(config.server.max_body_bytes, config.media.max_inflight_bytes, config.server.body_timeout_s)
-    context.connections.give_way = bodies.give_way
+    context.connections.evict_body = bodies.evict
     media = Media(config.media, context.family, executor)
     context.stats.gauges.update(images=lambda: media.budget.used, bodies=lambda: bodies.held)
     guard, cors = context.keys, Cors(config.server.cors_origins)
@@ -81,9 +81,9 @@ def build(context: Context) -> web.Application:
     return app
 
 
-def _no_client_faults(record: logging.LogRecord) -> bool:
-    """What cannot even be parsed is answered with a 400 before any middleware.  It is the client's fault, and aiohttp
-    would log the bytes: a header with an API key, say."""
+def _is_server_fault(record: logging.LogRecord) -> bool:
+    """False for bytes that cannot be parsed: they get a 400 before any middleware, and aiohttp would log them, with an
+    API key for example."""
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 

@@ -19,12 +19,12 @@ from epdd.ops.status import States
 from epdd.settings.config import Config
 from epdd.wire import Done, Prefilled, Tokens
 
-AnswerEvent = tuple[int, Prefilled | Tokens | Done]   # (choice index, what happened); Restarted is of all choices
+AnswerEvent = tuple[int, Prefilled | Tokens | Done]   # (choice index, event); Restarted is of all choices
 
 
 class Pipeline(Protocol):
     def run(self, request: Request) -> AsyncGenerator[AnswerEvent | tuple[int, Restarted], None]:
-        """Encode, then prefill and decode; closing the iterator cancels what is left.
+        """Encode, then prefill and decode; closing the iterator cancels the rest.
 
         Ends after the last choice's Done.  Raises EpddError: before the first Tokens a client still
         gets a real status.  From the first Tokens on `request.images` may be emptied, to free the files.
@@ -54,12 +54,12 @@ class Context:
     history: History                        # is told of answers that end before the pipeline does
     admission: Admission
     max_model_len: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
-    states: Callable[[], States]            # the same object until something changed; cheap
+    states: Callable[[], States]            # the same object until a state changes; cheap
     status: Callable[[], dict[str, Any]]    # the snapshot `epdctl status --json` prints
     keys: Keys                              # who may use the API; read anew at a reload
     connections: Connections                # of the API's listeners
     stats: RequestStats                     # its snapshot() is the "requests" part of status
-    emulated: dict[str, Any] | None = None  # what is said of an emulated fleet
+    emulated: dict[str, Any] | None = None  # an emulated fleet's part of the model list
 
     @property
     def model_names(self) -> tuple[str, ...]:

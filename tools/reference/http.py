@@ -8,7 +8,7 @@ from typing import Any
 from tools.reference.text import note, table
 
 from epdd.frontend.api import openapi
-from epdd.frontend.requests.field_table import TAKEN
+from epdd.frontend.requests.field_table import HONOURED
 
 Json = dict[str, Any]
 BODIES = ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody")
@@ -43,7 +43,7 @@ def _operation(method: str, path: str, operation: Json, schemas: Json) -> str:
     if "requestBody" in operation:
         body = _name(operation["requestBody"]["content"]["application/json"]["schema"])
         completion = body in ("ChatBody", "CompletionBody")
-        text += _fields(schemas[body], {name: row[1] for name, row in TAKEN.items()} if completion else {}) + "\n"
+        text += _fields(schemas[body], {name: row[1] for name, row in HONOURED.items()} if completion else {}) + "\n"
     return text + table(("status", "when", "answer"), (
         (status, answer["description"], ", ".join(_kinds(answer["content"])))
         for status, answer in operation["responses"].items()))

@@ -1,1 +1,1 @@
-"""The endpoints: what each asks of the daemon, and the answers as clients get them."""
+"""The endpoints, and the JSON of their answers."""

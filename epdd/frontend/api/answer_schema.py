@@ -1,4 +1,4 @@
-"""What clients get: the answers that `/openapi.json` shows.
+"""The answers that `/openapi.json` shows.
 
 `answers.py` and `system_routes.py` write them as dicts, many a second; tests hold them to these structs.
 """
@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 
 class _Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """Says everything there is: an answer with another field is not as documented."""
+    """Forbids other fields, so that answers are as documented."""
 
 
 class ErrorDetail(_Answer):
@@ -102,7 +102,7 @@ class FunctionDelta(_Answer):
 
 
 class ToolCallDelta(_Answer):
-    """A call that begins has all fields, one that goes on only more arguments."""
+    """A call's first delta has all fields, later ones only arguments."""
 
     index: int
     function: FunctionDelta
@@ -181,7 +181,7 @@ class Model(_Answer):
     parent: None
     max_model_len: int
     input_modalities: list[Literal["text", "image"]]
-    emulated: dict[str, Any] | UnsetType = UNSET     # what is said of an emulated fleet
+    emulated: dict[str, Any] | UnsetType = UNSET     # of an emulated fleet
 
 
 class ModelList(_Answer):

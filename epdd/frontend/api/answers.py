@@ -1,4 +1,4 @@
-"""Events of the pipeline to answers, and answers to the API's JSON.  Pure."""
+"""Turns the pipeline's events into answers, and answers into the API's JSON.  Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Delta:
-    """What an event adds to one choice."""
+    """An event's addition to one choice."""
 
     index: int
     text: str
@@ -36,12 +36,12 @@ class Delta:
 
 
 class Answers:
-    """The choices of one request, built up from its events."""
+    """The choices of one request, built from its events."""
 
     def __init__(self, options: Options, request: Request, vocabulary: Vocabulary,
                  thinking: Thinking | None = None) -> None:
-        """`thinking`: how the answers may think; None: their text is all answer."""
-        # Taken now: the request's images are let go at its first token.
+        """`thinking`: the tags of reasoning; None: all text is content."""
+        # Taken now: the request's images are freed at its first token.
         self._prompt = len(request.tokens)
         self._image_rows = sum(image.rows for image in request.images)
         self._vocabulary = vocabulary
@@ -51,7 +51,7 @@ class Answers:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was said: the answer begins anew."""
+        """Drop all text: the answer starts again."""
         options, choices = self._options, range(self._choices)
         thinking = self._thinking
         stops, marks = (with_marks(options.stop), thinking.tokens.marks) if thinking else (options.stop, {})
@@ -61,14 +61,14 @@ class Answers:
             for _ in choices]
         self._reasoners = [ReasoningParser(thinking.begun) for _ in choices] if thinking else []
         self._parsers = [CallParser() for _ in choices] if options.structure.calls else []
-        self._running = set(choices)        # choices that text can still be added to
+        self._running = set(choices)        # choices whose text has not ended
         self._working = set(choices)        # choices that are still computed
         self._stop_tokens = 0       # tokens that ended an answer: generated, but not among its streams' tokens
         self._cached: int | None = None
 
     @property
     def cut_short(self) -> bool:
-        """Every choice has ended, some by a stop string that the worker knows nothing of."""
+        """Every choice has ended, some by a stop string, which the worker does not see."""
         return not self._running and bool(self._working)
 
     @property
@@ -84,7 +84,7 @@ class Answers:
         """None if the event adds nothing: it is about the prompt, or its choice has already ended."""
         index, message = event
         if isinstance(message, Prefilled):
-            # Choices share one prompt: the first to report has paid for it.
+            # Choices share one prompt: the first one computed it.
             if self._cached is None:
                 self._cached = message.cached_tokens
             return None
@@ -118,7 +118,7 @@ class Answers:
         return reasoning, text + self._reasoners[index].end() if reason else text
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[Parsed, str | None]:
-        """The text and the calls in it; an answer that ends with whole calls says so."""
+        """The text, the calls in it, and the finish reason: `tool_calls` if the answer ends with complete calls."""
         if not self._parsers:
             return Parsed(text), reason
         parser = self._parsers[index]
@@ -132,7 +132,7 @@ class Answers:
     def usage(self) -> _Json:
         details: _Json = {}
         if self._reasoners:
-            # Tokens after a stop string are not the answer's.
+            # Tokens after a stop string do not count.
             counts = (min(parser.tokens, stream.tokens) for parser, stream in zip(self._reasoners, self._streams))
             details["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
         return {
@@ -158,7 +158,7 @@ class Answers:
 
 
 def total_usage(parts: Sequence[_Json]) -> _Json:
-    """The usage of a request, from that of its prompts."""
+    """A request's usage: the sum over its prompts."""
     if len(parts) == 1:
         return parts[0]
     details = [part["prompt_tokens_details"] for part in parts]
@@ -175,7 +175,7 @@ class Whole:
         self._wants_logprobs = options.logprobs
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._reasonings: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[list[Any]] = [[] for _ in range(choices)]     # what `_kept` makes of them
+        self._logprobs: list[list[Any]] = [[] for _ in range(choices)]     # results of `_kept`
         self._reasons: list[str | None] = [None] * choices
         self._calls: list[list[_Json]] = [[] for _ in range(choices)]
 
@@ -192,7 +192,7 @@ class Whole:
                 calls[call.index]["function"]["arguments"] += call.arguments
 
     def _kept(self, delta: Delta) -> list[Any]:
-        """Its log probabilities, as JSON already: at the end of a long answer all at once would hold the event loop."""
+        """Its log probabilities, already as JSON: for a long answer, encoding all at its end would block the loop."""
         return [orjson.Fragment(orjson.dumps(entry)) for entry in delta.logprobs]
 
     def body(self, head: _Json, usage: _Json) -> _Json:
@@ -219,14 +219,14 @@ class Chunks:
         self._begun: set[int] = set()
 
     def of(self, delta: Delta) -> list[_Json]:
-        """The role before a choice's first token; reasoning, text and calls if there are any; the end in a chunk of
-        its own."""
+        """The role before a choice's first token; reasoning, text and calls, each if there is any; the finish reason
+        in its own chunk."""
         chunks = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
         content = bool(delta.text or delta.logprobs and not delta.reasoning)
-        if delta.reasoning:     # logprobs go with what comes last of the two
+        if delta.reasoning:     # logprobs go with the last of both chunks
             chunks.append(self._chunk(delta.index, {"reasoning_content": delta.reasoning},
                                       [] if content else delta.logprobs))
         if content:
@@ -240,7 +240,7 @@ class Chunks:
         return chunks
 
     def last(self) -> list[_Json]:
-        """The usage chunk: clients that did not ask for it take `choices[0]` of every chunk."""
+        """The usage chunk, only if asked for: other clients read `choices[0]` of every chunk."""
         return [{**self._head, "choices": [], "usage": self._usage()}] if self._options.include_usage else []
 
     def _chunk(self, index: int, delta: _Json, logprobs: list[_Json] | None = None,
@@ -270,7 +270,7 @@ def _call(begun: CallDelta) -> _Json:
 
 
 def model_card(name: str, root: str, created: int, max_model_len: int, emulated: _Json | None) -> _Json:
-    """An entry of /v1/models; benchmark clients read `root`, the name that `name` is an alias of, too."""
+    """An entry of /v1/models.  `root` is the model's own name, which benchmark clients read if `name` is an alias."""
     return {"id": name, "object": "model", "created": created, "owned_by": "epdd", "root": root, "parent": None,
             "max_model_len": max_model_len, "input_modalities": ["text", "image"],
             **({} if emulated is None else {"emulated": emulated})}

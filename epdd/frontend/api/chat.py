@@ -35,7 +35,7 @@ class ChatCompletions(Completions):
 
     async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
                        ) -> PreparedRequest:
-        """Body and messages are let go here; the images' bytes stay reserved until `stack` closes at the latest."""
+        """Frees body and messages; the images' bytes stay reserved until `stack` closes at the latest."""
         context = self._context
         own = request_ids.own(http)
         async with AsyncExitStack() as reading:

@@ -1,4 +1,4 @@
-"""What both completion endpoints share: a request that is ready, answered whole or as a stream."""
+"""The part that both completion endpoints share: answering a prepared request, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from epdd.frontend.context import Context
 from epdd.frontend.http import error_responses, request_ids
 from epdd.frontend.http.body import Bodies
 from epdd.frontend.http.sse import ClientGone, EventStream
-from epdd.frontend.images.media import Held
+from epdd.frontend.images.media import HeldImages
 from epdd.frontend.requests import request_validation
 from epdd.frontend.requests.completion_requests import Options
 from epdd.frontend.requests.inline_files import InlineLimits
@@ -38,12 +38,12 @@ from epdd.wire import Sampling, Tokens
 T = TypeVar("T")
 
 INLINE_BYTES = 64 << 10     # of JSON, parsed in a millisecond or two
-_AT_ONCE = 32               # parts of an answer that are put together before others get their turn
+_AT_ONCE = 32               # deltas of a whole answer that are handled before other tasks may run
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """One prompt of a request, and the answers to it."""
+    """One prompt of a request, and its answers."""
 
     request: Request
     answers: Answers
@@ -51,31 +51,31 @@ class PromptRun:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One request that is ready to be answered."""
+    """A validated request with its prompts, ready for the workers."""
 
     http: web.Request
     options: Options
     parts: Sequence[PromptRun]
     record: RequestMetrics
     deadline: float                         # loop.time(); 0: none
-    held: Held | None = None                # its images
+    held: HeldImages | None = None                # its images
 
     def images_read(self) -> None:
-        """A token came.  Of an answer that is sent whole the images may still be of use, for a second try."""
+        """A token came.  A non-streamed answer may still need its images for a retry."""
         if self.held is not None:
             if self.options.stream:
-                self.held.let_go()
+                self.held.release()
             else:
                 self.held.offer()
 
     def images_needed(self) -> None:
-        """That second try begins."""
+        """The retry begins."""
         if self.held is not None:
             self.held.keep()
 
     @property
     def head(self) -> dict[str, object]:
-        """What a completion and all of its chunks have in common."""
+        """Fields that a completion and all of its chunks share."""
         return {"id": request_ids.own(self.http), "created": int(time.time()), "model": self.options.model}
 
     def usage(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class PreparedRequest:
 class Completions(ABC):
     """An endpoint's handler."""
 
-    kind: str                           # how the names of its answers begin
+    kind: str                           # prefix of the ids of its answers
     whole: type[Whole] = Whole
     chunks: type[Chunks] = Chunks
 
@@ -103,15 +103,15 @@ class Completions(ABC):
         deadline = deadline_of(self._context)
         names = request_ids.own(http, self.kind), request_ids.client(http)
         with self._context.stats.request(*names) as record:
-            self._context.admission.check_load()      # before a body is read in vain
+            self._context.admission.check_load()      # before its body is read
             async with AsyncExitStack() as stack:
                 async with until(deadline):
-                    turn = await self._prepare(http, record, deadline, stack)
-                record.model = turn.options.model
-                return await (self._stream(turn) if turn.options.stream else self._whole(turn))
+                    prepared = await self._prepare(http, record, deadline, stack)
+                record.model = prepared.options.model
+                return await (self._stream(prepared) if prepared.options.stream else self._whole(prepared))
 
     async def _ready(self, prompt: Prompt, options: Options) -> tuple[Prompt, Sampling]:
-        """The prompt as it is sent, and how it is answered.  Raises BadRequest or ContextLength."""
+        """The prompt, truncated if asked, and its sampling.  Raises BadRequest or ContextLength."""
         max_model_len = self._context.max_model_len()
         prompt = prompt.cut(options.truncate, options.sampling, max_model_len)
         sampling = prompt.limit(options.sampling, max_model_len)
@@ -123,9 +123,8 @@ class Completions(ABC):
 
     async def _body(self, http: web.Request, record: RequestMetrics, reading: AsyncExitStack, stack: AsyncExitStack
                     ) -> bytearray:
-        """The body, held until `reading` closes.  Once it is whole the request counts, until `stack` closes.
-
-        Not before: a client that sends half a body would keep others out at no cost.
+        """The body, held until `reading` closes.  Once it is complete the request counts as admitted, until `stack`
+        closes: half a body must not take another request's place.
         """
         body = await self._bodies.read(http, reading)
         stack.enter_context(self._context.admission.admit())
@@ -133,7 +132,7 @@ class Completions(ABC):
         return body
 
     async def _parsed(self, kind: type[msgspec.Struct], understand: Callable[..., T], body: bytearray) -> T:
-        """What `understand`, of `completion_requests.py`, makes of a body."""
+        """The result of `understand`, a function of `completion_requests.py`, for a body."""
         context, size = self._context, len(body)
         asked, ignored = await off_loop(self._executor, size, request_validation.parse, body, kind,
                                         context.config.server.strict, self._limits)
@@ -144,21 +143,21 @@ class Completions(ABC):
     @abstractmethod
     async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
                        ) -> PreparedRequest:
-        """Everything that can be known before a worker is asked.  `stack` closes when the answer is out."""
+        """Everything before the first worker is involved.  `stack` closes when the answer is sent."""
 
-    async def _whole(self, turn: PreparedRequest) -> web.Response:
-        whole = self.whole(turn.options, turn.options.n * len(turn.parts))
-        async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+    async def _whole(self, prepared: PreparedRequest) -> web.Response:
+        whole = self.whole(prepared.options, prepared.options.n * len(prepared.parts))
+        async with until(prepared.deadline), aclosing(self._deltas(prepared)) as deltas:
             async for delta in deltas:
                 whole.add(delta)
-        body = whole.body(turn.head, turn.usage())
+        body = whole.body(prepared.head, prepared.usage())
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
-    async def _stream(self, turn: PreparedRequest) -> web.StreamResponse:
-        chunks = self.chunks(turn.options, turn.head, turn.usage)
-        stream = EventStream(turn.http)
+    async def _stream(self, prepared: PreparedRequest) -> web.StreamResponse:
+        chunks = self.chunks(prepared.options, prepared.head, prepared.usage)
+        stream = EventStream(prepared.http)
         try:
-            async with until(turn.deadline), aclosing(self._deltas(turn)) as deltas:
+            async with until(prepared.deadline), aclosing(self._deltas(prepared)) as deltas:
                 async for delta in deltas:
                     for chunk in chunks.of(delta):
                         await stream.send(chunk)
@@ -166,43 +165,43 @@ class Completions(ABC):
                     await stream.send(chunk)
                 return await stream.end()
         except ClientGone:
-            turn.record.abort()
+            prepared.record.abort()
             return stream.response
         except Exception as error:
             if not stream.begun:
                 raise
-            fault = error_responses.known(error, request_ids.logged(turn.http))
-            turn.record.fail(fault.code)
+            fault = error_responses.known(error, request_ids.logged(prepared.http))
+            prepared.record.fail(fault.code)
             return await stream.fail(error_responses.envelope(fault))
 
-    def _deltas(self, turn: PreparedRequest) -> AsyncGenerator[Delta, None]:
-        """Of all parts, numbered through."""
-        streams = [self._part(turn, part, index * turn.options.n) for index, part in enumerate(turn.parts)]
+    def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
+        """Of all prompts, with choices numbered across them."""
+        streams = [self._part(prepared, part, index * prepared.options.n) for index, part in enumerate(prepared.parts)]
         return streams[0] if len(streams) == 1 else _merged(streams)
 
-    async def _part(self, turn: PreparedRequest, part: PromptRun, first: int) -> AsyncGenerator[Delta, None]:
-        """Ends with the last choice; closing the pipeline stops those that only a stop string ended.
+    async def _part(self, prepared: PreparedRequest, part: PromptRun, first: int) -> AsyncGenerator[Delta, None]:
+        """Ends with the last choice; closing the pipeline stops choices that a stop string ended.
 
-        Of an answer that is sent whole all comes at its end: until then it may begin anew.
+        A non-streamed answer's deltas all come at its end: until then it may start again.
         """
         answers, kept = part.answers, list[Delta]()
         async with aclosing(self._context.pipeline.run(part.request)) as events:
             async for event in events:
                 index, message = event
                 if isinstance(message, Restarted):
-                    turn.images_needed()
+                    prepared.images_needed()
                     answers.begin()
                     kept.clear()
                     continue
                 if isinstance(message, Tokens):
-                    turn.images_read()
+                    prepared.images_read()
                 before = answers.generated
                 delta = answers.push((index, message))
                 if delta is not None:
                     delta = replace(delta, index=first + index) if first else delta
-                    turn.record.tokens(delta.index, answers.generated - before)
+                    prepared.record.tokens(delta.index, answers.generated - before)
                     if delta.finish_reason:
-                        turn.record.finish(delta.index, delta.finish_reason)
+                        prepared.record.finish(delta.index, delta.finish_reason)
                     if part.request.whole:
                         kept.append(delta)
                     else:
@@ -213,13 +212,13 @@ class Completions(ABC):
         assert answers.ended, "the pipeline ended before its last Done"
         for count, delta in enumerate(kept):
             if count % _AT_ONCE == 0:
-                await asyncio.sleep(0)      # a long answer with logprobs is half a second of work
+                await asyncio.sleep(0)      # a long answer with logprobs takes half a second
             yield delta
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The streams' items as they come.  Ends with the last stream, or by the first that fails."""
-    # A task group would cancel whoever reads here, in the middle of something else.
+    """The streams' items as they come.  Ends with the last stream, or with the first error."""
+    # Not a task group: it would cancel this generator's reader at any of its own awaits.
     ready: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(1)
 
     async def feed(stream: AsyncGenerator[Delta, None]) -> None:
@@ -250,19 +249,19 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
 
 
 async def off_loop(executor: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
-    """`work(*args)`, in a thread if its input of `size` bytes is so large that others would wait for the event loop."""
+    """`work(*args)`, in a thread if `size`, of its input in bytes, is over INLINE_BYTES."""
     if size <= INLINE_BYTES:
         return work(*args)
     return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
 
 
 def limits_of(context: Context) -> InlineLimits:
-    """What a body may hold."""
+    """Limits of a body's text and images."""
     return InlineLimits.of(context.family.max_model_len, context.config.media.max_file_bytes)
 
 
 def deadline_of(context: Context) -> float:
-    """loop.time() by which a request that comes now must be answered; 0: no limit."""
+    """loop.time() by which a request that arrives now must be answered; 0: no limit."""
     timeout_s = context.config.server.timeout_s
     return asyncio.get_running_loop().time() + timeout_s if timeout_s else 0.0
 
@@ -274,4 +273,4 @@ async def until(deadline: float) -> AsyncIterator[None]:
         async with asyncio.timeout_at(deadline or None):
             yield
     except TimeoutError:
-        raise WorkerTimeout("The request was not finished within the server's time limit") from None
+        raise WorkerTimeout("The request was not finished within the server's time limit (server.timeout_s)") from None

@@ -1,4 +1,4 @@
-"""`/openapi.json`: every endpoint with what it takes, answers and refuses.
+"""`/openapi.json`: every endpoint with its body, answers and error statuses.
 
 Bodies are the structs that validate them (`schema.py`), answers those of `answer_schema.py`.
 """
@@ -43,12 +43,12 @@ class Operation:
     answer: type[msgspec.Struct] | None             # of a 200; None: text
     body: type[msgspec.Struct] | None = None
     refusals: tuple[int, ...] = ()                  # statuses besides 200 and, with API keys, 401
-    unwell: type[msgspec.Struct] = Error            # what a 503 says
+    unavailable: type[msgspec.Struct] = Error       # of a 503
     chunk: type[msgspec.Struct] | None = None       # of a stream
 
 
-_READING = (400, 404, 413, 415, 429, 500, 504)           # whatever takes a body
-_WORKING = (400, 404, 413, 415, 429, 500, 503, 504)      # and asks workers
+_READING = (400, 404, 413, 415, 429, 500, 504)           # endpoints with a body
+_WORKING = (400, 404, 413, 415, 429, 500, 503, 504)      # endpoints that use workers
 
 OPERATIONS = (
     *(Operation("post", prefix + path, summary, answer, body, refusals, chunk=chunk)
@@ -60,10 +60,11 @@ OPERATIONS = (
       for prefix in ("/v1", "")),
     Operation("get", "/v1/models", "The models", ModelList),
     Operation("get", "/v1/models/{name}", "A model", Model, refusals=(404,)),
-    Operation("get", "/health", "Can the daemon serve, or will it", Health, refusals=(503,), unwell=Health),
-    Operation("get", "/ready", "Could a request with an image be served now", Readiness, refusals=(503,),
-              unwell=Readiness),
-    Operation("get", "/ping", "Does the daemon answer", Pong),
+    Operation("get", "/health", "Whether the daemon serves or is starting", Health, refusals=(503,),
+              unavailable=Health),
+    Operation("get", "/ready", "Whether a request with an image can be served now", Readiness, refusals=(503,),
+              unavailable=Readiness),
+    Operation("get", "/ping", "Whether the daemon answers", Pong),
     Operation("get", "/version", "The daemon's version", Version),
     Operation("get", "/status", "Workers, queue, budgets and latencies, as the chat page shows them", PublicStatus),
     Operation("get", "/metrics", "For Prometheus", None),
@@ -76,17 +77,17 @@ _REFUSALS = {
     404: "No such model",
     413: "The body is over the limit",
     415: "The body is compressed",
-    429: "Too many requests; come back later",
-    500: "A fault of the server, logged under the request id",
-    503: "Not able to serve now; come back later",
-    504: "Not finished within the server's time limit",
+    429: "Too many requests; try again after Retry-After seconds",
+    500: "A fault of the server, logged with the request id",
+    503: "Cannot be served now; try again after Retry-After seconds",
+    504: "Not finished within the server's time limit (server.timeout_s)",
 }
 
 
 def document(models: Sequence[str], keyed: bool) -> _Json:
     """The OpenAPI document.  `models` are the names requests may use; `keyed`: there are API keys."""
     structs = {kind: None for operation in OPERATIONS
-               for kind in (operation.answer, operation.body, operation.unwell, operation.chunk) if kind}
+               for kind in (operation.answer, operation.body, operation.unavailable, operation.chunk) if kind}
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
     for kind in (ChatBody, CompletionBody):
         schemas[kind.__name__]["properties"].update(fields.properties(kind.__struct_fields__))
@@ -109,14 +110,14 @@ def _operation(operation: Operation, models: Sequence[str], keyed: bool) -> _Jso
     content: _Json = {"application/json": _schema(operation.answer)} if operation.answer else \
         {"text/plain": {"schema": {"type": "string"}}}
     if operation.chunk:
-        # With stream.  As tools read it, the schema is of one event.
+        # If `stream` is set.  Tools read it as the schema of one event.
         frame = {"anyOf": [_schema(operation.chunk)["schema"], _schema(Error)["schema"]]}
         content["text/event-stream"] = {"schema": {"type": "object", "required": ["data"], "properties": {"data": {
             "anyOf": [{"type": "string", "contentMediaType": "application/json", "contentSchema": frame},
                       {"const": "[DONE]"}]}}}}
     answers: _Json = {"200": {"description": "Done", "content": content}}
     for status in (*operation.refusals, *((401,) if guarded else ())):
-        kind = operation.unwell if status == 503 else Error
+        kind = operation.unavailable if status == 503 else Error
         answers[str(status)] = {"description": _REFUSALS[status], "content": {"application/json": _schema(kind)}}
         if status in (429, 503) and kind is Error:
             answers[str(status)]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}

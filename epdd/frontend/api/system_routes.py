@@ -35,15 +35,15 @@ class SystemRoutes:
         return _json(self._card(completion_requests.check_model(request.match_info["name"], self._context.model_names)))
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the daemon can serve text at least, or will; 503 when the workers for it were given up."""
+        """503 once every prefill-decode worker has failed for good; else 200."""
         return self._probe(0)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 when a request with an image could be served now."""
+        """200 if a request with an image can be served now."""
         return self._probe(1)
 
     def _probe(self, which: int) -> web.Response:
-        """The answers are made anew only when a state has changed: these pages are everybody's, at any rate."""
+        """Made again only if a state has changed: anybody may ask, at any rate."""
         states = self._context.states()
         if states is not self._probed:
             self._probed, self._probes = states, _probes(states)
@@ -61,7 +61,7 @@ class SystemRoutes:
 
     async def openapi(self, request: web.Request) -> web.Response:
         keyed = self._keys.needed
-        if keyed not in self._openapi:      # 40 ms of work that most daemons are never asked for
+        if keyed not in self._openapi:      # 40 ms of work, which most daemons never need
             self._openapi[keyed] = orjson.dumps(openapi.document(self._context.model_names, keyed))
         return web.Response(body=self._openapi[keyed], content_type="application/json")
 
@@ -77,7 +77,7 @@ def _probes(states: States) -> list[tuple[int, bytes]]:
     for _, role, state in states.workers:
         roles.setdefault(role, {}).setdefault(state, 0)
         roles[role][state] += 1
-    # Who, but not why: errors may name files, and these pages are everybody's.  `epdctl status` has them.
+    # Names without reasons: errors may name files, and anybody may read these pages.  `epdctl status` has the reasons.
     why = [f"{name} {state}" for name, _, state in states.workers if state != "ready"]
     ready = (states.state not in ("draining", "failed")
              and all(roles.get(role, {}).get("ready") for role in ("encoder", "pd")))

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts that are text or token ids, continued as they stand, and the answers' own JSON."""
+"""`POST /v1/completions`: prompts of text or token ids, continued without a chat template, and their answers' JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TextChunks(Chunks):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._chars: dict[int, int] = defaultdict(int)      # sent of each choice
+        self._chars: dict[int, int] = defaultdict(int)      # sent so far, for each choice
 
     def of(self, delta: Delta) -> list[_Json]:
         marks = _marks(delta.logprobs, self._chars[delta.index]) if delta.logprobs else None
@@ -60,8 +60,8 @@ def _top(entry: _Json) -> _Json:
 
 
 def _lists(entries: list[tuple[str, float, Any]], offset: int) -> _Json:
-    """(token, log probability, the best) in lists, as this endpoint has them; the text before them has `offset`
-    characters."""
+    """The endpoint's parallel lists from (token, log probability, top log probabilities).  `offset`: characters of
+    text before them."""
     offsets = []
     for token, _, _ in entries:
         offsets.append(offset)
@@ -92,7 +92,7 @@ class TextCompletions(Completions):
                 prompt, sampling = await self._ready(
                     await self._prompts.plain(text, context.max_model_len(), chars) if isinstance(text, str)
                     else Prompt(text, param="prompt"), options)
-                # One prompt goes by the answer's own id.
+                # A single prompt has the answer's id.
                 name = own if len(texts) == 1 else f"{own}-{index}"
                 request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline, sampling=sampling,
                                   arrived=record.arrived, client_id=request_ids.client(http), whole=not options.stream,

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: the tokens that a prompt or a conversation has here.  No worker is asked."""
+"""`/tokenize` and `/detokenize`: the tokens of a prompt or a conversation.  No worker is involved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TokenRoutes:
         self._limits = limits_of(context)
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """As the completion endpoints would; images are read for their size alone."""
+        """As the completion endpoints tokenise; of images only the size is read."""
         async with until(deadline_of(self._context)), AsyncExitStack() as stack:
             asked = await self._read(http, TokenizeBody, stack)
             if (asked.prompt is None) == (asked.messages is None):
@@ -77,7 +77,7 @@ class TokenRoutes:
         return [self._prompts.tokenizer.id_to_token(token) or "" for token in tokens]
 
     def _text(self, tokens: list[int]) -> str:
-        # The batch call lets other threads run meanwhile; the other one holds the interpreter for 0.1 s.
+        # The batch call releases the GIL; `decode` would hold it for 0.1 s.
         return self._prompts.tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
 
     async def _read(self, http: web.Request, kind: type[T], stack: AsyncExitStack) -> T:

@@ -1,4 +1,4 @@
-"""The chat page at `/`: its files, the pictures of its examples, and the figures it shows of the fleet."""
+"""The chat page at `/`: its files, the pictures of its examples, and the fleet's figures."""
 
 from epdd.frontend.chat_page.routes import add
 

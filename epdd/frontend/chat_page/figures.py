@@ -1,4 +1,4 @@
-"""`GET /status`: what a page may show of the daemon's status.  Everybody's, so without paths, processes and reasons."""
+"""`GET /status`: the public part of the daemon's status, without paths, processes and reasons."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-_AGE_MAX_S = 1.0        # a snapshot reads /proc for every worker; however many pages are open, one a second is made
+_AGE_MAX_S = 1.0        # a snapshot reads /proc for every worker: one a second is made for all pages
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
-# Named one by one: a field that the snapshot gets later is not shown until somebody has thought about it.
+# Listed one by one, so that a new field of the snapshot is not public by accident.
 _TOP = ("version", "state", "uptime_s")
 _SECTIONS = {
     "model": ("name", "type", "context_max"),
@@ -46,7 +46,7 @@ class Figures:
 
 
 def shown(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """The part of a snapshot that is everybody's."""
+    """The public part of a snapshot."""
     return {
         **_only(_TOP, snapshot),
         **{name: _only(keys, snapshot[name]) for name, keys in _SECTIONS.items() if snapshot.get(name)},

@@ -1,4 +1,4 @@
-"""The page's files over HTTP.  All are read once, when the application is built: together they are small."""
+"""The page's files over HTTP, read once when the application is built."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8"
           ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png",
           ".json": "application/json"}
 
-# Nothing from other hosts and nothing inline: whatever an answer or a file name holds, it stays text.
-# data: and blob: are the pictures that the person at the page has chosen.
+# Nothing from other hosts and nothing inline, so that answers and file names stay text.
+# data: and blob: are the pictures that the user has chosen.
 _POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
             "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-            "Cache-Control": "no-cache"}      # kept by browsers, but asked about each time: an upgrade shows at once
+            "Cache-Control": "no-cache"}      # browsers check each time, so that an upgrade shows at once
 
 
 def add(router: web.UrlDispatcher, context: Context) -> None:
-    """The page at `/`, what belongs to it below `/page/`, and `/status`."""
+    """The page at `/`, its files below `/page/`, and `/status`."""
     for file in sorted(path for path in _FILES.rglob("*") if path.is_file()):
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
         router.add_get(path, _Static(file.suffix, file.read_bytes()).get)

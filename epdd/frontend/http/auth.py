@@ -1,6 +1,6 @@
-"""API keys: who may use the API, and who shares caches with whom.
+"""API keys: which requests may use the API, and which share caches.
 
-Only hashes of keys are kept, and nothing of them is ever logged or handed to a worker.
+Only hashes of keys are kept.  They are never logged or sent to a worker.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from aiohttp.typedefs import Handler, Middleware
 from epdd.errors import ConfigError, Unauthorized
 from epdd.settings.service import ServerSettings
 
-# Probes of load balancers and service managers carry no key, and these pages say nothing but states.  The chat page
+# Probes of load balancers and service managers carry no key, and these pages show only states.  The chat page
 # asks for the key itself; its files are the same in every installation.
 OPEN = frozenset(("/health", "/ready", "/ping", "/"))
 OPEN_BELOW = "/page/"
 
 
 class Keys:
-    """Without any key, everybody may use the API, whatever key they send."""
+    """If no keys are set, every request may use the API, whatever key it carries."""
 
     def __init__(self, server: ServerSettings) -> None:
         """Raises ConfigError."""
-        self._secret = secrets.token_bytes(32)      # a worker must not find out a key by trying
+        self._secret = secrets.token_bytes(32)      # keeps a worker from guessing keys
         self.load(server)
 
     def load(self, server: ServerSettings) -> None:
-        """Take the keys of these settings and of their file as it is now, in place of the old ones.
+        """Replace the keys by those of these settings and of their file as it is now.
 
-        Raises ConfigError; the old ones stay then.
+        Raises ConfigError; the old keys then stay.
         """
         self._hashes = [_hash(key) for key in _read(server)]
         self._shared = server.share_caches
@@ -47,7 +47,7 @@ class Keys:
         if not self._hashes or request.path in OPEN or request.path.startswith(OPEN_BELOW):
             return
         scheme, sent = _sent(request)
-        # All are compared, and their hashes: the time taken says nothing of any key.
+        # Hashes are compared, and all of them: so the time does not depend on any key.
         matches = [hmac.compare_digest(sent, known) for known in self._hashes]
         if scheme.lower() != "bearer" or not any(matches):
             raise Unauthorized("This server needs an API key: send a valid one as Authorization: Bearer KEY")
@@ -55,8 +55,8 @@ class Keys:
     def salt(self, request: web.Request, cache_salt: str) -> str:
         """Requests share caches if this is equal: the same key and the same `cache_salt`.
 
-        32 letters in hex that tell nothing of either, other ones after a restart.  Empty without both, and with
-        server.share_caches the key does not count.
+        32 hex digits that reveal neither and change with a restart.  Empty without both.  With server.share_caches the
+        key does not count.
         """
         tenant = b"" if self._shared or not self._hashes else _sent(request)[1]
         if not tenant and not cache_salt:
@@ -64,9 +64,9 @@ class Keys:
         return self._digest(tenant.ljust(32, b"\0") + cache_salt.encode())
 
     def tenant(self, request: web.Request) -> str:
-        """Whose request it is: alike for all of one API key, whatever caches they share, and empty without keys.
+        """Equal for all requests of one API key, whatever caches they share; empty without keys.
 
-        It tells no more of the key than `salt`.
+        It reveals no more of the key than `salt`.
         """
         return self._digest(_sent(request)[1]) if self._hashes else ""
 
@@ -84,9 +84,9 @@ class Keys:
 
 
 def _read(server: ServerSettings) -> list[str]:
-    """The keys of the settings and of their file: one a line, empty ones and comments (#) aside.
+    """The keys of the settings and of their file, which has one a line, empty lines and comments (#).
 
-    Raises ConfigError if the file cannot be read, holds no key, or a key could not be sent in a header.
+    Raises ConfigError if the file cannot be read or holds no key, or if a header cannot carry a key.
     """
     keys = list(server.api_keys)
     if server.api_keys_file:

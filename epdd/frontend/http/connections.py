@@ -1,7 +1,7 @@
-"""Which HTTP connections may stay: how long each may wait, and how many there may be.
+"""Limits of HTTP connections: how long each may wait, and how many are open.
 
-A client with nothing to say costs a descriptor and some kilobytes.  So a request's head has a deadline, a connection
-without a request a time to live, and under the limit of connections whoever asks for nothing gives way to who comes.
+A silent client costs a descriptor and a few kilobytes.  So a request's head has a deadline and a connection without a
+request a time to live.  At the limit of connections one without a request is closed for a new one.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from epdd.settings.service import ServerSettings
 
 log = logging.getLogger(__name__)
 
-STALLED_S = 10.0            # an answer that its client has not read on for so long may give way
-GRACE_S = 1.0               # in which a client that came, or was answered, is taken to be about to ask
+STALLED_S = 10.0            # a connection whose client has not read for this time may be closed for others
+GRACE_S = 1.0               # a client is expected to send a request this soon after its connection, or an answer
 _SOON_S = 0.25              # in which nearly all requests follow their connection
-_LOOKED_AT = 32             # of the oldest connections of a table, for one that may give way
-_LOG_S = 60.0               # between two lines about the limit
+_LOOKED_AT = 32             # oldest connections of a table among which one to close is sought
+_LOG_S = 60.0               # between two log lines about the limit
 
 
 class HttpConnection(Protocol):
-    """What is asked of a connection."""
+    """The calls that Connections makes on a connection."""
 
     def expire(self, reason: str) -> None:
-        """Its time is over: answer what is half said, and close."""
+        """Its time is over: answer half a request with an error, and close."""
 
     def drop(self) -> None:
         """Close it at once: the descriptor is needed."""
 
     def has_unread(self) -> bool:
-        """Its client has sent bytes that the event loop has not come to."""
+        """Whether its client has sent bytes that the event loop has not read."""
 
 
 class Connections:
-    """All connections of the API, by what they wait for; each is in one of the tables, or busy."""
+    """All connections of the API; each is busy, or in the table of what it waits for."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max = settings.max_connections
-        # Of each table the seconds that one may stay there (0: any), and since when each is there: oldest first.
+        # Each table: the seconds that one may stay (0: no limit), and since when each is in it, oldest first.
         self._tables: dict[str, tuple[float, dict[HttpConnection, float]]] = {
-            "head": (settings.head_timeout_s, {}),      # owe a request's head
-            "idle": (settings.keep_alive_s, {}),        # were answered, and may ask again
-            "stalled": (settings.timeout_s, {}),        # do not read their answer
+            "head": (settings.head_timeout_s, {}),      # the head of a request is missing
+            "idle": (settings.keep_alive_s, {}),        # answered, without a new request
+            "stalled": (settings.timeout_s, {}),        # the client does not read its answer
         }
         self._open: set[HttpConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.closed: Counter[str] = Counter()           # by us, by reason
+        self.closed: Counter[str] = Counter()           # by the server, for each reason
         self.exhausted = 0                              # times that no descriptor was free
-        self.give_way: Callable[[], bool] = lambda: False   # ends the slowest body, if there is a slow one
+        self.evict_body: Callable[[], bool] = lambda: False   # evicts the slowest body, if one is slow
         self._logged = -_LOG_S
 
     def __len__(self) -> int:
         return len(self._open)
 
     def opened(self, connection: HttpConnection) -> bool:
-        """A connection came; False if there is no room, and nobody who could give way."""
+        """Count a new connection; False if there is no room and no other can be closed for it."""
         self._open.add(connection)
         if self.fit():
             self.waits(connection, "head")
@@ -75,15 +75,15 @@ class Connections:
         while len(self._open) > min(self._max or len(self._open), descriptors.for_connections()):
             victim = self._least_needed()
             if victim is None:
-                # Its descriptor comes back a moment later: the reserve carries one more meanwhile.
-                return self.give_way()
+                # Its descriptor is freed a moment later: the reserve covers one more meanwhile.
+                return self.evict_body()
             self.ended(victim)
             victim.drop()
             self._count("limit")
         return True
 
     def waits(self, connection: HttpConnection, what: str) -> None:
-        """From now on it waits: "head", "idle" or "stalled"."""
+        """Put it into the table `what`: "head", "idle" or "stalled"."""
         self.busy(connection)
         if connection not in self._open:
             return
@@ -93,7 +93,7 @@ class Connections:
             self._wake_by(table[connection] + limit_s)
 
     def busy(self, connection: HttpConnection) -> None:
-        """It does not wait any longer."""
+        """Take it out of the tables."""
         for _, table in self._tables.values():
             table.pop(connection, None)
 
@@ -103,10 +103,10 @@ class Connections:
         self._open.discard(connection)
 
     def look(self) -> None:
-        """Called every few seconds: where descriptors have run out in spite of the reserve, accept says nothing."""
+        """Called every few seconds: if descriptors run out in spite of the reserve, accept fails silently."""
         if why := descriptors.exhausted():
             self.exhausted += 1
-            self._warn(f"no descriptor is free ({why}): new clients are not let in")
+            self._warn(f"no descriptor is free ({why}): new connections are not accepted")
             self.fit()
 
     def close(self) -> None:
@@ -114,12 +114,12 @@ class Connections:
             self._timer.cancel()
 
     def _least_needed(self) -> HttpConnection | None:
-        """The connection that has owed a head the longest, then the one that was answered the longest ago, then one
+        """The connection that has lacked a head the longest, then the one that was answered the longest ago, then one
         whose client does not read.
 
-        A client that was answered just now may send its next request before it sees that its connection is closed, and
-        would lose it: it stays before one that has sent nothing for a quarter of a second.  On a busy machine a request
-        can also wait in the kernel, unread.
+        A client that was just answered may send its next request before it sees that its connection is closed, and
+        would lose it: so a new connection that has sent nothing for _SOON_S is closed before it.  On a busy machine a
+        request can also wait in the kernel, unread.
         """
         now = asyncio.get_running_loop().time()
         for what, least_s in (("head", GRACE_S), ("idle", GRACE_S), ("head", _SOON_S), ("idle", 0.0),
@@ -158,7 +158,7 @@ class Connections:
                    "LimitNOFILE)")
 
     def _warn(self, what: str) -> None:
-        """Log it, once in a minute."""
+        """Log it, at most once in _LOG_S."""
         now = time.monotonic()
         if now - self._logged >= _LOG_S:
             self._logged = now

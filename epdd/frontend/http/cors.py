@@ -1,4 +1,4 @@
-"""Pages of other origins: which of them a browser lets use the API (CORS).  None, unless the settings name them."""
+"""CORS: pages of the origins in server.cors_origins may use the API in a browser, no others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-_MAX_AGE_S = 600        # for which a browser need not ask again; Chromium's own limit is 7,200
+_MAX_AGE_S = 600        # for which a browser caches a preflight; Chromium's own limit is 7,200
 _EXPOSED = "x-request-id, retry-after"
 
 
@@ -27,14 +27,14 @@ class Cors:
                 return await handler(request)
             return web.Response(status=204, headers={
                 hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST",
-                # "*" would leave Authorization out.
+                # "*" would not include Authorization.
                 hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, ""),
                 hdrs.ACCESS_CONTROL_MAX_AGE: str(_MAX_AGE_S)})
 
         return preflight
 
     async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Signal of every answer, streams and errors too: without the header a page cannot even read the error."""
+        """Called for every answer, streams and errors too: without the header a page cannot read even an error."""
         if not self._origins:
             return
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one envelope for all, the status and headers that go with it."""
+"""Errors as answers: OpenAI's envelope, with the status and headers of each error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epdd.errors import CapacityError, EpddError, NotFound, RequestError, Reques
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_CHARS_MAX = 1000       # whatever a message quotes, an answer stays small
+_MESSAGE_CHARS_MAX = 1000       # a message may quote a long field; the answer stays small
 
 
 def envelope(error: EpddError) -> dict[str, Any]:
@@ -31,26 +31,26 @@ def response(error: EpddError, headers: dict[str, str] | None = None) -> web.Res
     answer = web.Response(status=error.status, headers=headers, body=orjson.dumps(envelope(error)),
                           content_type="application/json")
     if isinstance(error, RequestTimeout):
-        answer.force_close()    # what still comes of the request must not be taken for the next
+        answer.force_close()    # the rest of this request must not be read as the next one
     return answer
 
 
 def raw(error: EpddError) -> bytes:
-    """A whole answer, for a connection that ends and has no request to answer."""
+    """The bytes of a whole answer, for a connection that is closed without a parsed request."""
     body = orjson.dumps(envelope(error))
     return (f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\nServer: epdd\r\n\r\n").encode() + body
 
 
 def known(error: Exception, request: str) -> EpddError:
-    """`error` as one with a status.  Our own and the workers' faults are logged here; `request` names it."""
+    """`error`, or a general one for a bug.  Logs faults of the daemon and of workers; `request` names the request."""
     if isinstance(error, (RequestError, CapacityError)):
         return error
     if isinstance(error, EpddError):
         log.error("%s failed code=%s error=%s", request, error.code, error.message[:_MESSAGE_CHARS_MAX])
         return error
     log.error("%s failed by a bug", request, exc_info=error)
-    # Nothing of the exception goes out: it may name files, addresses or the request's content.
+    # The exception's text is not sent: it may name files, addresses or the request's content.
     return EpddError("The server failed to answer; the fault is logged under the request id")
 
 

@@ -1,4 +1,4 @@
-"""What a request is called: inside the daemon, towards its client, and in the log."""
+"""Ids of a request: the daemon's own, the one its client sees, and both for the log."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CLIENT_ODD = re.compile(r"[^A-Za-z0-9._:-]+")
 
 
 def own(http: web.BaseRequest, kind: str = "req") -> str:
-    """Unique, and begins with `kind` if this is the first question.
+    """The daemon's id: unique; the first call decides that it begins with `kind`.
 
-    The client's X-Request-ID is never a key: two requests may carry the same.
+    The client's X-Request-ID is not used as a key: two requests may carry the same.
     """
     if _OWN not in http:
         http[_OWN] = f"{kind}-{uuid.uuid4().hex}"
@@ -23,7 +23,7 @@ def own(http: web.BaseRequest, kind: str = "req") -> str:
 
 
 def shown(http: web.Request) -> str:
-    """For the x-request-id header: the client's, made harmless, or our own."""
+    """For the x-request-id header: the client's without odd characters, or the daemon's."""
     return client(http) or own(http)
 
 
@@ -34,5 +34,5 @@ def logged(http: web.Request) -> str:
 
 
 def client(http: web.Request) -> str:
-    """The client's X-Request-ID, made harmless; empty without one."""
+    """The client's X-Request-ID without odd characters; empty without one."""
     return _CLIENT_ODD.sub("", http.headers.get("X-Request-ID", ""))[:_CLIENT_CHARS_MAX]

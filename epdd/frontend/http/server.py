@@ -1,7 +1,7 @@
-"""The HTTP server below the application: connections that may stay, and answers to what is no request.
+"""The HTTP server below the application: limits of connections, and answers to bytes that are not a request.
 
-What aiohttp would answer before any middleware, in plain text, is answered, named and counted like everything else; its
-classes for connections are taken as a base for that.
+aiohttp answers such bytes in plain text, before any middleware.  The subclasses here answer in the API's envelope, with
+a request id, and count it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from epdd.ops.metrics import RequestStats
 
 log = logging.getLogger(__name__)
 
-_LINGER_S = 1.0             # what comes so long after a 408 is read and thrown away
+_LINGER_S = 1.0             # bytes that come within this time of a 408 are read and dropped
 _BACKLOG = 128              # as aiohttp's own
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-_TURN_S = 0.005             # of parsing, before others get their turn
-# Parsed in one go, and half of what is read in one go: 4 ms, and 20 ms, where each byte is a chunk, else far less.
+_TURN_S = 0.005             # of parsing, before other connections are served
+# Parsed at once, and half of what is read at once: 4 ms, and 20 ms, if each byte is a chunk, else far less.
 _PIECE_BYTES = 16 << 10
 
-_QUICK = ("GET", "HEAD")        # methods of pages, which are answered at once
+_QUICK = ("GET", "HEAD")        # methods that are answered at once
 
 
 def both_families(port: int) -> socket.socket:
-    """A listener for every address of IPv6 and IPv4; for IPv4 alone where the machine has no IPv6.  Raises OSError."""
+    """A listener for every address of IPv6 and IPv4, or of IPv4 if the machine has no IPv6.  Raises OSError."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)
@@ -51,7 +51,7 @@ class Runner(web.AppRunner):
 
     def __init__(self, app: web.Application, stats: RequestStats, connections: Connections,
                  shutdown_timeout_s: float) -> None:
-        # Bodies stay packed: a megabyte can hold a gigabyte, and aiohttp would unpack it before anybody asks for it.
+        # Without auto_decompress=False aiohttp would unpack a body as it comes: a megabyte can hold a gigabyte.
         super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s,
                          auto_decompress=False, read_bufsize=_PIECE_BYTES)
         self._stats = stats
@@ -80,7 +80,7 @@ class _Server(web.Server):
 
 
 class _Connection(RequestHandler):
-    """aiohttp's, which tells the book what it waits for."""
+    """aiohttp's, which reports to `book` what it waits for."""
 
     __slots__ = ("stats", "book", "_resting", "_begun", "_posted", "_half_closed", "_came", "_waits_turn", "_ended")
     stats: RequestStats
@@ -101,7 +101,7 @@ class _Connection(RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not data:        # aiohttp's own call: its parser had stopped, and goes on with what it has
+        if not data:        # aiohttp's own call: its parser had paused, and continues with what it has
             self._parse(data)
             return
         self._came += data
@@ -109,11 +109,11 @@ class _Connection(RequestHandler):
             self._take()
 
     def _take(self) -> None:
-        """Parse what came, for _TURN_S at most before others get their turn: every chunk of a body is some steps of the
-        interpreter, and one read can bring 40,000 of one byte."""
+        """Parse received bytes, for _TURN_S at most before other connections are served: one read can bring 40,000
+        chunks of one byte, each of which runs Python code."""
         self._waits_turn = False
         until = time.thread_time() + _TURN_S
-        # Where aiohttp has stopped its parser, that would keep what it gets, and parse all of it at once later.
+        # A paused parser of aiohttp would keep these bytes and parse all of them at once later.
         while self._came and not self._reading_paused and not self._buffer_paused:
             piece = bytes(self._came[:_PIECE_BYTES])
             del self._came[:_PIECE_BYTES]
@@ -136,7 +136,7 @@ class _Connection(RequestHandler):
             self._resume_transport_reading()
 
     def _resume_transport_reading(self) -> None:
-        """aiohttp's, once it can take more."""
+        """Called by aiohttp when it can take more."""
         if self._came:
             self._later()
         else:
@@ -147,7 +147,7 @@ class _Connection(RequestHandler):
             self._begun = True
             self.book.waits(self, "head")
         super().data_received(data)
-        # A message that is no HTTP has no method, and is answered at once as well.
+        # A message that is not HTTP has no method, and is answered at once too.
         if self._messages:
             self._resting = False
             self._posted = self._posted or any(isinstance(message, RawRequestMessage) and message.method not in _QUICK
@@ -166,7 +166,7 @@ class _Connection(RequestHandler):
                 self._close = self._close or self._half_closed
             self.book.waits(self, "idle")
         if response.status == RequestTimeout.status:
-            # A reset would overtake the answer of who still sends; in a second it has the answer.
+            # While the client sends, closing would reset the connection and lose the answer; in _LINGER_S it has it.
             self._lingering_time = _LINGER_S
         return response, reset
 
@@ -182,16 +182,16 @@ class _Connection(RequestHandler):
             self.book.busy(self)
 
     def eof_received(self) -> bool:     # type: ignore[override]
-        """The client will send no more.  Whether it still reads cannot be told from whether it is gone.
+        """The client sends no more; the server cannot tell whether it still reads.
 
-        Pages are answered in any case.  A POST can take minutes of a worker, and ends with its client: one that reads
-        on learns why.
+        A GET is answered.  A POST can take minutes of a worker, so it ends with an error, which a client that still
+        reads gets.
         """
         if self._came:                  # not parsed yet
             self._ended = True
             return True
         if self._resting:
-            return False                # nothing is asked
+            return False                # no request is open
         if not self._posted:
             self._half_closed = True    # closed after the answer
             return True
@@ -202,7 +202,7 @@ class _Connection(RequestHandler):
         return False
 
     def expire(self, reason: str) -> None:
-        """As the book wants it."""
+        """As HttpConnection."""
         if reason == "stalled":
             self.drop()
         elif reason == "head" and self._begun and self._waiter is not None and not self._waiter.done():
@@ -213,12 +213,12 @@ class _Connection(RequestHandler):
             self.force_close()
 
     def drop(self) -> None:
-        """As the book wants it."""
+        """As HttpConnection."""
         if self.transport is not None:
             self.transport.abort()
 
     def has_unread(self) -> bool:
-        """As the book wants it."""
+        """As HttpConnection."""
         if self.transport is None or self.transport.is_closing():
             return False
         waiting = array("i", [0])
@@ -226,7 +226,7 @@ class _Connection(RequestHandler):
         return bool(self._came or waiting[0])
 
     def _say(self, fault: EpddError) -> None:
-        """An answer that no request waits for."""
+        """Write an answer without a parsed request."""
         self.stats.statuses[fault.status] += 1
         self.stats.errors[fault.code] += 1
         if self.transport is not None:
@@ -234,10 +234,10 @@ class _Connection(RequestHandler):
 
     def handle_error(self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
                      message: str | None = None) -> web.StreamResponse:
-        """The answer to what could not be parsed, after which aiohttp closes the connection."""
+        """The answer to bytes that could not be parsed; aiohttp then closes the connection."""
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
-        # Its bytes are neither answered nor logged: there may be a key among them.
+        # Its bytes are neither quoted nor logged: they may hold a key.
         fault: RequestError = RequestError("This is not HTTP that the server can read", code="invalid_http")
         if status == RequestTimeout.status:
             fault = RequestTimeout("The head of the request was not whole in time (server.head_timeout_s)")

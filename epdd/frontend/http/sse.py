@@ -1,7 +1,7 @@
-"""Server-sent events as every client of chat streams can read them.
+"""Server-sent events in the form that all clients of chat streams can read.
 
-One event is one line `data: <json>`, an empty line, and one write; there are no comments and no `event:`
-lines, which some clients fail on.
+One event is one line `data: <json>`, an empty line, and one write.  There are no comments and no `event:`
+lines: some clients fail on them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from aiohttp import web
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",      # nginx would collect events
+    "X-Accel-Buffering": "no",      # else nginx collects events
 }
-_LAST_WORDS_S = 5.0     # for the error frame of a broken stream: its client may be what is stuck
+_ERROR_EVENT_S = 5.0    # for the error event of a broken stream: its client may be stuck
 
 
 class ClientGone(Exception):
-    """The client closed the connection in mid-stream."""
+    """The client closed the connection during the stream."""
 
 
 class EventStream:
-    """A streamed answer.  Its header goes out with the first event, so that a failure before it keeps its status."""
+    """A streamed answer.  Its header is sent with the first event, so that an earlier failure has its own status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -44,9 +44,9 @@ class EventStream:
         return self.response
 
     async def fail(self, envelope: dict[str, Any]) -> web.StreamResponse:
-        """An error frame in place of the rest; the header is out, so the status can no longer tell."""
+        """End with an error event: the status is already sent."""
         try:
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_ERROR_EVENT_S):
                 await self.send(envelope)
                 await self.end()
         except (TimeoutError, ClientGone):

@@ -1,1 +1,1 @@
-"""The image files of a request: where they are read, within which limits, and what their headers say."""
+"""The image files of a request: reading within limits, formats, and sizes from headers."""

@@ -1,4 +1,4 @@
-"""Which hosts an image may be fetched from.  Pure: names and addresses in, yes or no out."""
+"""Hosts that images may be fetched from.  Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_public(address: Address) -> bool:
 
 
 def _embedded(address: IPv6Address) -> IPv4Address | None:
-    """The IPv4 address that a packet to this IPv6 address would reach in the end."""
+    """The IPv4 address that a packet to this IPv6 address would reach; None if it holds none."""
     if address.ipv4_mapped is not None:
         return address.ipv4_mapped
     if address.sixtofour is not None:
@@ -54,7 +54,7 @@ class Allowlist:
             self._add(entry)
 
     def has(self, host: str, port: int, address: Address) -> bool:
-        """May `address`, found under `host`, be dialled?"""
+        """Whether `address`, which `host` resolves to, may be dialled."""
         name = host.lower().rstrip(".")
         if (name, None) in self._hosts or (name, port) in self._hosts:
             return True
@@ -63,7 +63,7 @@ class Allowlist:
 
     def _add(self, entry: str) -> None:
         try:
-            # A single address is a host, since a port may follow it; only a slash makes a network.
+            # An address without a slash is a host: a port may follow it.
             if "/" in entry:
                 self._networks.append(ipaddress.ip_network(entry))
                 return

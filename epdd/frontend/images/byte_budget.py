@@ -1,4 +1,4 @@
-"""A byte budget that requests share in the order in which they came."""
+"""A byte budget that requests share, first come, first served."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ class Share:
         self._budget = budget
         self.amount = amount
 
-    def offer(self, let_go: Callable[[], None]) -> None:
-        """What is held is not needed any more, but of use while nobody else needs it: then `let_go` is called."""
+    def offer(self, evict: Callable[[], None]) -> None:
+        """The bytes are no longer needed, but useful: `evict` is called once another request needs their room."""
         if self.amount:
-            self._budget.offer(self, let_go)
+            self._budget.offer(self, evict)
 
     def keep(self) -> None:
         """Undo `offer`."""
         self._budget.keep(self)
 
     def grow(self, amount: int) -> None:
-        """Take `amount` more.  Refused, not waited for, as whoever waits here holds something: raises Overloaded."""
+        """Take `amount` more.  Raises Overloaded: to wait here while holding bytes could deadlock."""
         if not self._budget.take_now(amount):
             raise Overloaded("Too many images are being read; try again later")
         self.amount += amount
 
     def shrink(self, amount: int) -> None:
-        """Give back what is over `amount`."""
+        """Keep `amount` and free the rest."""
         if amount < self.amount:
             over, self.amount = self.amount - amount, amount
             self._budget.give(self, over)
 
 
 class Budget:
-    """Bytes that may be held at once.  A request waits once, for all it knows to need, so none waits while holding."""
+    """Bytes that may be held at once.  A request waits once, for all that it is known to need, and holds none then."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._free = total
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._offers: dict[Share, Callable[[], None]] = {}      # none while somebody waits
+        self._offers: dict[Share, Callable[[], None]] = {}      # empty while a request waits
 
     @property
     def used(self) -> int:
@@ -54,7 +54,7 @@ class Budget:
 
     @asynccontextmanager
     async def hold(self, amount: int) -> AsyncIterator[Share]:
-        """Waits for its turn.  More than the whole budget counts as the whole: it then runs alone."""
+        """Waits in turn.  An amount over the whole budget counts as the whole: the request then runs alone."""
         amount = min(amount, self._total)
         await self._take(amount)
         share = Share(self, amount)
@@ -81,32 +81,32 @@ class Budget:
             raise
 
     def take_now(self, amount: int) -> bool:
-        """Take it if it is free, before those who wait."""
+        """Take it if it is free, also before waiting requests."""
         if not self._has(amount):
             return False
         self._free -= amount
         return True
 
-    def offer(self, share: Share, let_go: Callable[[], None]) -> None:
+    def offer(self, share: Share, evict: Callable[[], None]) -> None:
         """As `Share.offer`."""
         if self._waiting:
-            let_go()
+            evict()
         else:
-            self._offers.setdefault(share, let_go)
+            self._offers.setdefault(share, evict)
 
     def keep(self, share: Share) -> None:
         """As `Share.keep`."""
         self._offers.pop(share, None)
 
     def _has(self, amount: int) -> bool:
-        """Whether so much is free, after calling in what was offered first."""
+        """Whether so much is free, after evicting offered shares, the oldest offer first."""
         while amount > self._free and self._offers:
             share = next(iter(self._offers))
             self._offers.pop(share)()
         return amount <= self._free
 
     def give(self, share: Share, amount: int) -> None:
-        """Take back what a share held."""
+        """Free bytes of a share."""
         if not share.amount:
             self.keep(share)
         self._give(amount)
@@ -116,9 +116,9 @@ class Budget:
         self._grant()
 
     def _grant(self) -> None:
-        # Strictly in order: a large request is never overtaken for ever by small ones.
+        # Strictly in order: small requests do not keep a large one waiting for ever.
         while self._waiting and self._waiting[0][0] <= self._free:
             amount, turn = self._waiting.popleft()
-            if not turn.cancelled():    # whoever waited was cancelled and has not run since
+            if not turn.cancelled():    # cancelled: its task has not run since
                 self._free -= amount
                 turn.set_result(None)

@@ -1,7 +1,7 @@
 """Image files by http(s): only from allowed addresses, and within time, size and redirect limits.
 
-A host is looked up once a hop, every address it has is checked, and exactly these are dialled; so a name
-that changes its answer between check and use gains nothing.
+A host is looked up once a hop, all of its addresses are checked, and only these are dialled, so a name that changes
+its answer between check and use gains nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from epdd.frontend.images.addresses import Address, Allowlist, is_public
 from epdd.frontend.images.turns import Turns
 from epdd.settings.service import MediaSettings
 
-# What web servers take.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a
+# As web servers have it.  Parsing holds the event loop: seconds for megabytes, and for a host's name outside ASCII a
 # time that grows with its square, 20 ms at this length.
 URL_CHARS_MAX = 8 << 10
-# Threads that look names up, for each fetch at once: a lookup that nobody answers goes on after its fetch has ended.
+# Lookup threads for each fetch: a lookup without an answer continues after its fetch has ended.
 _LOOKUPS = 2
 _READ_BYTES = 1 << 16
-# Of an answer, beside as many bytes as the image has so far: its head, and the sizes of its chunks.
+# By which an answer's head and chunk sizes may exceed the bytes of its image so far.
 _FRAMING_BYTES_MAX = 32 << 10
-_PIECE_BYTES = 8 << 10          # looked at before the next: 1 to 5 ms of parsing
+_PIECE_BYTES = 8 << 10          # parsed before framing is checked again: 1 to 5 ms
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Compressed transfer would let a small answer unpack to a large one, and images do not gain from it.
+# Not compressed: a small answer could unpack to a large one, and images gain nothing.
 _HEADERS = {"User-Agent": f"epdd/{__version__}", "Accept": "image/*, */*;q=0.5", "Accept-Encoding": "identity"}
 
 
@@ -48,7 +48,7 @@ class Fetcher:
         self._config = config
         self._turns = Turns(config.max_fetches)
         self._gate = _Gate(config.fetch, Allowlist(config.allow))
-        # A kept connection would be dialled for one host and reused for another request's.
+        # No reuse: a kept connection was checked for another request's URL.
         connector = aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0)
         answer: Callable[..., ResponseHandler] = _Answer
         connector._factory = functools.partial(answer, loop=asyncio.get_running_loop())
@@ -62,12 +62,12 @@ class Fetcher:
 
     async def fetch(self, address: str, count: Callable[[int], None] = lambda size: None,
                     request: object = None) -> bytes:
-        """The file's bytes; `count` is told of each piece that comes, and may raise.
+        """The file's bytes; `count` is called with the size of each piece, and may raise.
 
-        Requests that wait take turns; the time limit starts when the fetch does, not while it waits for its turn.
+        Waiting requests take turns; the time limit starts with the fetch, not with the wait.
 
         Raises MediaError: invalid_image_url if the address is malformed or not allowed, image_file_too_large,
-        failed_to_download_image for all else.
+        failed_to_download_image otherwise.
         """
         if self._config.fetch == "off":
             raise _refused("Images by URL are switched off on this server; send a data: URL")
@@ -81,7 +81,7 @@ class Fetcher:
             except aiohttp.InvalidURL:
                 raise _malformed() from None
             except (aiohttp.ClientError, OSError, ValueError):
-                # The library's own words may name internal addresses.
+                # The library's message may name internal addresses.
                 raise _failed("the connection failed") from None
 
     async def _follow(self, url: URL, count: Callable[[int], None]) -> bytes:
@@ -111,10 +111,10 @@ class Fetcher:
 
 
 class _Answer(ResponseHandler):
-    """A host's answer, given up if it is more framing than image.
+    """A host's answer, which fails if it is more framing than image.
 
-    Each interim answer or chunk is some steps of the interpreter, however small: a host that sends nothing else would
-    take all of the event loop's time, and the parser would not come back for seconds.
+    Each interim answer or chunk, however small, runs Python code: a host that sends nothing else would hold the event
+    loop for seconds.
     """
 
     _came = 0
@@ -128,10 +128,10 @@ class _Answer(ResponseHandler):
             # Gone once the connection is lost.
             body = self._payload.total_bytes if self._payload is not None else 0
             if self._came > 2 * body + _FRAMING_BYTES_MAX:
-                self._give_up()
+                self._fail()
                 return
 
-    def _give_up(self) -> None:
+    def _fail(self) -> None:
         error = aiohttp.ClientPayloadError("too little of the answer is its body")
         self.set_exception(error)
         if self._payload is not None:
@@ -141,14 +141,14 @@ class _Answer(ResponseHandler):
 
 
 class _Gate(AbstractResolver):
-    """Looks names up and lets only allowed addresses through to the connector."""
+    """Resolves names and passes only allowed addresses to the connector."""
 
     def __init__(self, mode: str, allowlist: Allowlist) -> None:
         self._mode = mode
         self._allowlist = allowlist
 
     def check_literal(self, url: URL) -> None:
-        """The connector dials address literals without asking a resolver."""
+        """Check an address literal, which the connector dials without a resolver."""
         try:
             address = ipaddress.ip_address(url.host or "")
         except ValueError:
@@ -167,7 +167,7 @@ class _Gate(AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _check(self, host: str, port: int, address: Address) -> None:
         allowed = self._allowlist.has(host, port, address) if self._mode == "allowlist" else is_public(address)
@@ -176,9 +176,10 @@ class _Gate(AbstractResolver):
 
 
 def _parse(address: str, base: URL | None = None) -> URL:
-    """Path and query keep their bytes, since a signature may cover them; the host's name is written in ASCII.
+    """Path and query keep their bytes, since a signature may cover them; the host's name is converted to ASCII.
 
-    What no request line can hold is percent-encoded: letters outside ASCII as UTF-8, white space, control characters.
+    Bytes that a request line cannot hold are percent-encoded: non-ASCII letters (UTF-8), white space, control
+    characters.
     """
     if len(address) > URL_CHARS_MAX:
         raise _refused(f"The image URL is over {URL_CHARS_MAX} characters long")
@@ -186,7 +187,7 @@ def _parse(address: str, base: URL | None = None) -> URL:
         given = URL(address, encoded=True)
         if base is not None:
             given = base.join(given)
-        url = URL(str(given))       # yarl's own spelling, of which the host is taken
+        url = URL(str(given))       # normalised by yarl: the host is taken from it
         if url.scheme in ("http", "https") and url.host and url.port:
             return URL.build(scheme=url.scheme, authority=url.raw_authority, path=_printable(given.raw_path) or "/",
                              query_string=_printable(given.raw_query_string), encoded=True)
@@ -196,7 +197,7 @@ def _parse(address: str, base: URL | None = None) -> URL:
 
 
 def _printable(text: str) -> str:
-    # A Location header's bytes that are no UTF-8 come as surrogates.
+    # Bytes of a Location header that are not UTF-8 come as surrogates.
     return quote(text.encode("utf-8", "surrogateescape"), safe=_PRINTABLE)
 
 

@@ -1,4 +1,4 @@
-"""Which format a file is in, by its first bytes: labels and file names are often wrong."""
+"""An image file's format, by its first bytes: labels and file names are often wrong."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 from epdd.errors import MediaError
 
-TAKEN = "JPEG, PNG, WebP, GIF or BMP"
+SUPPORTED = "JPEG, PNG, WebP, GIF or BMP"
 
-_BOXES = {      # what the first box of an ISO base media file says of itself
+_BOXES = {      # brand of an ISO base media file's first box
     b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"heim": "HEIC", b"heis": "HEIC",
     b"hevc": "HEIC", b"hevx": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF", b"crx ": "Canon CR3 raw", b"qt  ": "QuickTime",
     b"M4A ": "MPEG-4 audio",
@@ -28,7 +28,7 @@ _STARTS = (
 )
 _NETPBM = re.compile(rb"P[1-7f][ \t\r\n]")
 _MARKUP = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(svg|html|!doctype (?:svg|html))?", re.IGNORECASE)
-_LOOK = 4096                # bytes in which an SVG's first element is looked for, behind its comments
+_LOOK = 4096                # bytes in which an SVG's first element is sought, after its comments
 
 
 def of(data: bytes) -> str:
@@ -49,12 +49,12 @@ def of(data: bytes) -> str:
         return "GIF"
     if data.startswith(b"BM"):
         return "BMP"
-    if known == "HTML":         # a page that says why there is no image, more often than not
-        raise MediaError(f"The file is an HTML page and no image; send {TAKEN}", code="invalid_image_format")
+    if known == "HTML":         # often an error page of the image's host
+        raise MediaError(f"The file is an HTML page, not an image; send {SUPPORTED}", code="invalid_image_format")
     if known is not None:
-        raise MediaError(f"The file is in the format {known}, which is not supported; send {TAKEN}",
+        raise MediaError(f"The file is in the format {known}, which is not supported; send {SUPPORTED}",
                          code="unsupported_image_media_type")
-    raise MediaError(f"The image is in no known format; send {TAKEN}", code="invalid_image_format")
+    raise MediaError(f"The image is in no known format; send {SUPPORTED}", code="invalid_image_format")
 
 
 def _known(data: bytes) -> str | None:
@@ -72,7 +72,7 @@ def _known(data: bytes) -> str | None:
 
 
 def _box(data: bytes) -> str:
-    """`mif1` and `msf1` say only "a picture" and "pictures": which kind is among the compatible brands."""
+    """The brands `mif1` and `msf1` mean any picture; the compatible brands say which kind."""
     brands = [data[at:at + 4] for at in (8, *range(16, min(int.from_bytes(data[:4], "big"), 256), 4))]
     names = [_BOXES[brand] for brand in brands if brand in _BOXES]
     return next((name for name in names if name != "HEIF"), names[0] if names else "MPEG-4 video")

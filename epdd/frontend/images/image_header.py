@@ -1,12 +1,11 @@
-"""Size and orientation of an image file from its header, and whether decoding it is bounded; no pixel is decoded.
+"""Size and orientation of an image file from its header, and limits on its decoding time; no pixel is decoded.
 
-A small file that claims enormous dimensions costs nothing here.  The orientation is the one Pillow finds.  What is read
-here goes to the encoder with the file, which turns the pixels by it, and refuses a file that its decoder finds another
-size in.
+The orientation is the one that Pillow finds.  The daemon sends size and orientation to the encoder with the file.  The
+encoder rotates the pixels by it, and refuses the file if its decoder finds another size.
 
-Pixels alone do not bound the time of a decoder: a file may hold thousands of passes over the same pixels, or millions
-of empty parts, each of which is a step of an interpreter.  So those are counted too.  The limits are far above what any
-writer of images makes, and such that both this module and the decoder are done with the worst file in moments.
+The number of pixels does not bound a decoder's time: a file may hold thousands of scans of the same pixels, or millions
+of empty parts.  So scans and parts are counted too.  The limits are far above the files that real programs write; the
+worst accepted file takes the decoder about 3 s.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ _TURNED = (5, 6, 7, 8)          # orientations that swap width and height
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 
 _SEGMENTS_MAX = 4096            # of a JPEG, before its pixels and between its scans
-_EXIF_SEGMENTS_MAX = 64         # of those: 4 MB, where cameras write one
+_EXIF_SEGMENTS_MAX = 64         # of those: 4 MB; cameras write one
 _SCANS_FREE = 16                # of a JPEG of any size: a progressive one usually has 10
-_SCANS_MAX = 500                # what libjpeg-turbo's own tools allow
-_SCANS_PIXELS_MAX = 1_500_000_000   # scans x pixels: some seconds of libjpeg at worst
-_ARITHMETIC = (0xC9, 0xCA)      # starts of frame: an arithmetic decoder makes pixels of next to no bytes, and each ...
-_ARITHMETIC_SCAN = 5            # ... component of a scan takes it as long as so many other scans
-_MARKS_MAX = 3_000_000          # bytes of 255 that are looked at in search of scans: 0.05 s
+_SCANS_MAX = 500                # as libjpeg-turbo's own tools allow
+_SCANS_PIXELS_MAX = 1_500_000_000   # scans x pixels: about 3 s of libjpeg at worst
+_ARITHMETIC = (0xC9, 0xCA)      # starts of frame: arithmetic coding needs almost no bytes for many pixels, and ...
+_ARITHMETIC_SCAN = 5            # ... decodes each component of a scan in the time of this many other scans
+_MARKS_MAX = 3_000_000          # bytes of 255 that are searched for scans: 0.05 s
 _CHUNKS_MAX = 1 << 15           # of a PNG or WebP: 1 KiB each in the largest file
 _BLOCKS_MAX = 1 << 16           # of a GIF before its first frame: extensions and their sub-blocks
 # Pillow decodes run-length BMPs in Python, run by run and partly pixel by pixel: 1.5 s at these limits.
 _RUN_LENGTH_BYTES_MAX = 2 << 20
 _RUN_LENGTH_PIXELS_MAX = 10_000_000
 
-# In a scan: a byte of 255 that neither stands for itself, nor is a restart marker, nor fill.
+# In a scan: a byte of 255 that is neither escaped, nor a restart marker, nor fill.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
 
 @dataclass(frozen=True)
 class Header:
-    """Of the first frame: pixels as they are stored, and how they are turned to stand upright."""
+    """Of the first frame: its size as stored, and the rotation that makes it upright."""
 
     width: int
     height: int
@@ -62,8 +61,8 @@ class _Raw:
     xmp: bytes = b""
 
 
-class _Endless(Exception):
-    """More parts than a limit allows, of the kind that it names."""
+class _TooManyParts(Exception):
+    """The message names the parts and their limit."""
 
 
 def read(data: bytes) -> Header:
@@ -74,8 +73,8 @@ def read(data: bytes) -> Header:
     reader = _READERS[image_format.of(data)]
     try:
         raw = reader(data)
-    except _Endless as error:
-        raise MediaError(f"The image file has {error}, so it would take too long to decode; save it anew, or as a "
+    except _TooManyParts as error:
+        raise MediaError(f"The image file has {error}, so it would take too long to decode; save it again, or as a "
                          "plain PNG or JPEG", code="image_too_large") from None
     except (IndexError, ValueError, struct.error):      # the file ends inside its header
         raw = _Raw(0, 0)
@@ -92,7 +91,7 @@ def _jpeg(data: bytes) -> _Raw:
         if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD7:      # fill, or a marker without a body
             at += 1 if marker == 0xFF else 2
             continue
-        if marker in (0xD8, 0xD9):      # no pixels came
+        if marker in (0xD8, 0xD9):      # no pixels
             return _Raw(0, 0)
         length, = struct.unpack_from(">H", data, at + 2)
         if marker == 0xDA:              # pixels: EXIF may come as late as here
@@ -100,7 +99,7 @@ def _jpeg(data: bytes) -> _Raw:
         body = data[at + 4:at + 2 + length]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):     # start of frame
             if size != (0, 0):
-                return _Raw(0, 0)       # a second one: decoders differ in which they take
+                return _Raw(0, 0)       # a second one: decoders differ in which they use
             height, width = struct.unpack_from(">HH", body, 1)
             size, arithmetic = (width, height), marker in _ARITHMETIC
         elif marker == 0xE1 and body.startswith(b"Exif\0\0"):
@@ -109,20 +108,20 @@ def _jpeg(data: bytes) -> _Raw:
             xmp = body
         at += 2 + length
     else:
-        raise _Endless(f"over {_SEGMENTS_MAX} segments before its pixels")
+        raise _TooManyParts(f"over {_SEGMENTS_MAX} segments before its pixels")
     if len(exif) > _EXIF_SEGMENTS_MAX:
-        raise _Endless(f"over {_EXIF_SEGMENTS_MAX} segments of EXIF data")
+        raise _TooManyParts(f"over {_EXIF_SEGMENTS_MAX} segments of EXIF data")
     _check_scans(data, at, size[0] * size[1], arithmetic)
     return _Raw(*size, b"".join(exif), xmp)
 
 
 def _check_scans(data: bytes, at: int, pixels: int, arithmetic: bool) -> None:
-    """Raises _Endless where a JPEG whose first scan is at `at` goes over its pixels too often."""
-    # More than there are, since metadata, a second picture or a film behind the first hold such bytes too.
+    """Raises _TooManyParts if a JPEG whose first scan is at `at` has too many scans for its pixels."""
+    # At most as many scans: metadata, a second picture or a film behind the first hold such bytes too.
     if not arithmetic and data.count(b"\xff\xda", at) <= _SCANS_FREE:
         return
     if data.count(b"\xff", at) > _MARKS_MAX:
-        raise _Endless("too many markers")
+        raise _TooManyParts("too many markers")
     scans = segments = work = 0
     while found := _MARKER.search(data, at):
         marker, at = data[found.start() + 1], found.end()
@@ -135,9 +134,9 @@ def _check_scans(data: bytes, at: int, pixels: int, arithmetic: bool) -> None:
             work += _ARITHMETIC_SCAN * data[at + 2] if arithmetic else 1
         segments += 1
         if scans > _SCANS_MAX or work > _SCANS_FREE and work * pixels > _SCANS_PIXELS_MAX:
-            raise _Endless(f"{scans} arithmetic-coded scans or more" if arithmetic else f"over {scans - 1} scans")
+            raise _TooManyParts(f"{scans} arithmetic-coded scans or more" if arithmetic else f"over {scans - 1} scans")
         if segments > _SEGMENTS_MAX:
-            raise _Endless(f"over {_SEGMENTS_MAX} segments between its scans")
+            raise _TooManyParts(f"over {_SEGMENTS_MAX} segments between its scans")
         at += int.from_bytes(data[at:at + 2], "big")
 
 
@@ -149,7 +148,7 @@ def _png(data: bytes) -> _Raw:
     exif, xmp, at, pixels = b"", b"", 33, False
     for _ in range(_CHUNKS_MAX):
         if pixels and at + 8 > len(data):
-            break                       # cut off in its pixels: the decoder's to refuse
+            break                       # cut off in its pixels: the decoder refuses it
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"IEND":
             break
@@ -163,7 +162,7 @@ def _png(data: bytes) -> _Raw:
             xmp = data[at + 8:at + 8 + length]
         at += 12 + length
     else:
-        raise _Endless(f"over {_CHUNKS_MAX} chunks")
+        raise _TooManyParts(f"over {_CHUNKS_MAX} chunks")
     return _Raw(width, height, exif, xmp)
 
 
@@ -186,13 +185,13 @@ def _webp(data: bytes) -> _Raw:
         if at + 8 > len(data):
             return _Raw(width, height, exif, xmp)
         kind, length = struct.unpack_from("<4sI", data, at)
-        # The first one of each, and where the flags promise it: so does libwebp.
+        # The first one of each, and only if the flags announce it, as libwebp does.
         if kind == b"EXIF" and data[20] & 8 and not exif:
             exif = data[at + 8:at + 8 + length]
         elif kind == b"XMP " and data[20] & 4 and not xmp:
             xmp = data[at + 8:at + 8 + length]
         at += 8 + length + length % 2
-    raise _Endless(f"over {_CHUNKS_MAX} chunks")
+    raise _TooManyParts(f"over {_CHUNKS_MAX} chunks")
 
 
 def _gif(data: bytes) -> _Raw:
@@ -211,7 +210,7 @@ def _gif(data: bytes) -> _Raw:
             at += 2
         else:
             return _Raw(0, 0)
-    raise _Endless(f"over {_BLOCKS_MAX} blocks before its first frame")
+    raise _TooManyParts(f"over {_BLOCKS_MAX} blocks before its first frame")
 
 
 def _bmp(data: bytes) -> _Raw:
@@ -221,8 +220,8 @@ def _bmp(data: bytes) -> _Raw:
         return _Raw(width, height)
     width, height, _, _, compression = struct.unpack_from("<iiHHI", data, 18)
     if compression in (1, 2) and (len(data) > _RUN_LENGTH_BYTES_MAX or width * abs(height) > _RUN_LENGTH_PIXELS_MAX):
-        raise _Endless(f"run-length compressed pixels, and over {_RUN_LENGTH_BYTES_MAX} bytes or "
-                       f"{_RUN_LENGTH_PIXELS_MAX} pixels")
+        raise _TooManyParts(f"run-length compressed pixels, and over {_RUN_LENGTH_BYTES_MAX} bytes or "
+                            f"{_RUN_LENGTH_PIXELS_MAX} pixels")
     return _Raw(width, abs(height))     # negative: rows from the top
 
 
@@ -230,7 +229,7 @@ _READERS = {"JPEG": _jpeg, "PNG": _png, "WEBP": _webp, "GIF": _gif, "BMP": _bmp}
 
 
 def _orientation(raw: _Raw) -> int:
-    """1 to 8; 1 (upright) where nothing or nonsense is said."""
+    """1 to 8; 1 (upright) if it is missing or invalid."""
     found = _exif_orientation(raw.exif)
     if found is None:
         match = _XMP_ORIENTATION.search(raw.xmp)

@@ -1,8 +1,8 @@
-"""Image files of this machine, by file: URL: regular files under the configured folders, and nothing else.
+"""Image files of this machine, by file: URL: regular files below media.folders, and nothing else.
 
-Of a path outside nothing is asked of the system, so an answer cannot tell what is there.  Links inside are followed as
-long as they end inside.  The path without links is then opened folder by folder, refusing links: one that is put there
-in the meantime leads nowhere.
+A path outside them is refused without a system call, so an answer reveals nothing about it.  Links inside are followed
+if they end inside.  The resolved path is then opened folder by folder without following links, so a link that appears
+meanwhile has no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from epdd.errors import ConfigError, MediaError
 
 _URL_CHARS_MAX = 3 * 4096       # Linux' longest path, every byte of it escaped
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not to wait for a pipe's other end: that it is no regular file is seen once it is open.
+# O_NONBLOCK: opening a pipe must not wait for its other end.  `_read` refuses it.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -24,7 +24,7 @@ class Folders:
     """The folders that images may be read from."""
 
     def __init__(self, folders: Sequence[str], bytes_max: int) -> None:
-        """`bytes_max` of one file.  Raises ConfigError for a folder that is none, or is the whole machine."""
+        """`bytes_max` of one file.  Raises ConfigError if one is not a folder, or is the root folder."""
         self._bytes_max = bytes_max
         self._named = [_checked(folder) for folder in folders]
         self._real = [os.path.realpath(folder) for folder in self._named]
@@ -32,8 +32,8 @@ class Folders:
     def read(self, url: str) -> bytes:
         """The file's bytes; waits for the disk.
 
-        Raises MediaError: invalid_image_url for all that is outside, image_file_not_found for what is inside and no
-        readable file, image_file_too_large.
+        Raises MediaError: invalid_image_url for a path outside, image_file_not_found if it is not a readable regular
+        file, image_file_too_large.
         """
         if not self._named:
             raise MediaError("Images by file: URL are switched off on this server", code="invalid_image_url")
@@ -71,7 +71,7 @@ def _checked(folder: str) -> bytes:
 
 
 def _path(url: str) -> bytes | None:
-    """The path of file:///path; None for one with a host, or that is not spelt out from the root."""
+    """The path of file:///path; None if the URL has a host or the path has empty, "." or ".." parts."""
     if url[:8].lower() != "file:///" or len(url) > _URL_CHARS_MAX:
         return None
     path = unquote_to_bytes(url[7:])

@@ -1,6 +1,6 @@
 """The images of a request: their files by data:, http(s): or file: URL, then size, cost and cache key from the header.
 
-No pixel is decoded here.  All limits on images are: how many, how many bytes, how many pixels.
+All limits on images are checked here: their number, bytes and pixels.  No pixel is decoded here.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from epdd.frontend.requests.messages import ImageRef
 from epdd.settings.service import MediaSettings as Limits
 from epdd.wire import content_hash
 
-BACKGROUND = "white"        # what encoders paint under transparent pixels: part of the cache key
+BACKGROUND = "white"        # under transparent pixels, in encoders: part of the cache key
 _INLINE_BYTES = 1 << 16     # under a millisecond of decoding and hashing: larger files go to a thread
 _HEAD_CHARS_MAX = 1000      # of a data: URL, before its data
-_BASE64_STEP = 1 << 20      # characters decoded before other threads get their turn
+_BASE64_STEP = 1 << 20      # characters decoded before other threads may run
 
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _WHITE_SPACE = b" \t\r\n"
 
 
 @dataclass
-class Held:
-    """A request's images, in order, and the budget their bytes are counted in."""
+class HeldImages:
+    """A request's images, in order, and their bytes' share of the budget."""
 
     images: list[Image]
     share: Share
 
     def offer(self) -> None:
-        """Let go as soon as others need the room: their first try counts more than a second one of this request."""
-        self.share.offer(self.let_go)
+        """Release them once other requests need the room: their first try goes before this request's retry."""
+        self.share.offer(self.release)
 
     def keep(self) -> None:
-        """They are needed again after all."""
+        """Undo `offer`: a retry needs them."""
         self.share.keep()
 
-    def let_go(self) -> None:
-        """Forget the images before the request is over: nobody will encode them again."""
+    def release(self) -> None:
+        """Free the images before the request ends: they will not be encoded again."""
         self.images.clear()
         self.share.shrink(0)
 
@@ -62,7 +62,7 @@ class Media:
         self._limits = limits
         self._family = family
         self._executor = executor
-        self._folders = Folders(limits.folders, limits.max_file_bytes)      # first: it may refuse, and holds nothing
+        self._folders = Folders(limits.folders, limits.max_file_bytes)      # first: it may raise, and needs no close
         self._fetcher = Fetcher(limits)
         self.budget = Budget(limits.max_inflight_bytes)
 
@@ -71,12 +71,12 @@ class Media:
 
     @asynccontextmanager
     async def images(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int,
-                     salt: str = "") -> AsyncIterator[Held]:
-        """The images; their bytes count against the budget until the block ends or they are let go.
+                     salt: str = "") -> AsyncIterator[HeldImages]:
+        """The images; their bytes count against the budget until the block ends or they are released.
 
         Only images of the same salt share an embedding.
 
-        Raises BadRequest if they are too many, before any is fetched; MediaError with the part as `param`.
+        Raises BadRequest for too many, before any is fetched; MediaError with the part as `param`.
         """
         if len(refs) > self._limits.max_images:
             raise BadRequest(f"The conversation holds {len(refs)} images; at most {self._limits.max_images} "
@@ -85,7 +85,7 @@ class Media:
             images = await self._all(refs, min_pixels, max_pixels, share)
             images = [replace(image, key=image.key + salt, salt=salt) for image in images] if salt else images
             share.shrink(sum(len(image.data) for image in images))
-            yield Held(images, share)
+            yield HeldImages(images, share)
 
     async def _all(self, refs: Sequence[ImageRef], min_pixels: int, max_pixels: int, share: Share) -> list[Image]:
         try:
@@ -126,15 +126,15 @@ class Media:
             raise MediaError(f"The image has {width} x {height} pixels; at most {self._limits.max_pixels} "
                              "are allowed", code="image_too_large")
         grid = self._family.grid(width, height, min_pixels, max_pixels)
-        # Everything that changes an image's embedding, so that no two embeddings share a key.
+        # All that an embedding depends on, so that different embeddings have different keys.
         facts = f"{self._family.folder}\0{min_pixels}\0{max_pixels}\0{BACKGROUND}\0".encode()
         key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
         return Image(data, width, height, grid, self._family.rows(grid), key, header.orientation)
 
     def _bytes_max(self, url: str) -> int:
-        """Room to wait for before the file is read."""
+        """Bytes to reserve before the file is read."""
         if _scheme(url) in ("http", "https"):
-            return 0    # counted as it comes: a host that never answers must not keep room from images that are here
+            return 0    # counted as it comes: a host that never answers must not hold room
         return len(url) * 3 // 4 if _scheme(url) == "data" else self._limits.max_file_bytes
 
 
@@ -142,7 +142,7 @@ def data_url(url: str) -> bytes:
     """The bytes of a base64 `data:` URL.
 
     Line breaks, missing padding and the URL-safe alphabet are accepted; the media type may be missing, a
-    bare `image`, or any image's, since the bytes are looked at.  Raises MediaError.
+    bare `image`, or any image's, since the bytes decide the format.  Raises MediaError.
     """
     comma = url.find(",", 0, _HEAD_CHARS_MAX)
     kind, *options = url[5:max(comma, 5)].lower().split(";")
@@ -158,7 +158,7 @@ def data_url(url: str) -> bytes:
 
 
 def _base64(payload: str) -> bytes:
-    """In steps: decoding holds the interpreter, and a large image at once would stop the event loop."""
+    """In steps: decoding holds the interpreter, and a large image at once would block the event loop."""
     payload = payload.rstrip("= \t\r\n")
     pieces, rest = [], b""
     for at in range(0, len(payload), _BASE64_STEP):

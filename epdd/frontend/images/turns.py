@@ -1,4 +1,4 @@
-"""Slots that requests share: one that asks for many at once does not keep those that ask for few waiting."""
+"""Slots that requests share round robin, so that one that needs many does not delay those that need few."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Requests that wait take free slots in turn, one each (round robin)."""
+    """Waiting requests take free slots in turn, one each."""
 
     def __init__(self, slots: int) -> None:
-        self._free = slots      # none while somebody waits
+        self._free = slots      # 0 while a request waits
         self._waiting: dict[object, deque[asyncio.Future[None]]] = {}       # by request, the next one first
 
     @asynccontextmanager

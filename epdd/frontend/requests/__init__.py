@@ -1,1 +1,1 @@
-"""What clients may send: the fields, their validation, and what becomes of each."""
+"""Request fields: definitions, validation, and whether each is honoured, refused or ignored."""

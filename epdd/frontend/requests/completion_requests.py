@@ -1,7 +1,7 @@
-"""Requests of the completion endpoints: the definitions of `schema.py` to what the pipeline is asked.  Pure.
+"""Turns bodies of the completion endpoints (`schema.py`) into options and sampling for the pipeline.  Pure.
 
-Here are the rules that need more than one field, or the checkpoint.  What a request leaves out of its sampling is as
-the checkpoint says.  Fields without effect are named in `Options.ignored` (`fields.py`).
+Rules that need more than one field, or the checkpoint, are here.  The checkpoint gives the sampling that a request
+leaves out.  `Options.ignored` names fields without effect (`fields.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from epdd.frontend.requests.inline_files import InlineLimits
 from epdd.frontend.requests.messages import Conversation, conversation
 from epdd.frontend.requests.schema import PROMPTS_MAX, ChatBody, CompletionBody, Generation, PixelLimits, StreamOptions
 from epdd.frontend.structured import structured_output
-from epdd.frontend.structured.structured_output import Structure
+from epdd.frontend.structured.structured_output import StructuredOutput
 from epdd.wire import Sampling
 
 TOKENS_MAX = 1 << 31        # a larger max_tokens means the same: the rest of the context
-TEXT_TOKENS = 16            # of a text completion that does not say how many, as OpenAI's
-BAD_WORDS_CHARS_MAX = 2048  # of all together: their spellings are looked up in 0.3 s, beside the event loop
+TEXT_TOKENS = 16            # max_tokens of a text completion without it, as in OpenAI's API
+BAD_WORDS_CHARS_MAX = 2048  # of all together: looking up their spellings takes 0.3 s of a thread
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a request wants to be answered; what it says is elsewhere."""
+    """A request's options, without its messages or prompt."""
 
     model: str                      # as the answer names it
     sampling: Sampling              # max_tokens 0: the rest of the context
@@ -41,8 +41,8 @@ class Options:
     skip_special_tokens: bool = True
     include_stop: bool = False      # in the text
     bad_words: tuple[str, ...] = ()
-    truncate: int = 0               # the prompt to its last so many tokens; -1: to what leaves room; 0: not
-    structure: Structure = Structure()
+    truncate: int = 0               # last tokens of the prompt to keep; -1: as many as leave room; 0: all
+    structure: StructuredOutput = StructuredOutput()
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()   # names of fields without effect
 
@@ -62,7 +62,7 @@ PromptInput = str | list[int]
 
 def parse(body: bytes | bytearray, family: ModelInfo, models: Sequence[str], strict: bool = False,
           limits: InlineLimits = InlineLimits()) -> tuple[Chat, Conversation]:
-    """A chat completion's body.  `models` are the names this model has, the first for who names none.
+    """A chat completion's body.  `models` are the model's names; the first is the default.
 
     Raises BadRequest with `param`, or NotFound for another model's name.
     """
@@ -71,7 +71,7 @@ def parse(body: bytes | bytearray, family: ModelInfo, models: Sequence[str], str
 
 def chat(asked: ChatBody, ignored: tuple[str, ...], family: ModelInfo, models: Sequence[str]
          ) -> tuple[Chat, Conversation]:
-    """What `parse` returns, of what `reading.parse` has read."""
+    """The second half of `parse`, for the result of `request_validation.parse`."""
     model = check_model(asked.model, models)
     structure = structured_output.parse(msgspec.structs.asdict(asked))
     said = conversation(asked, structure.tools)
@@ -92,7 +92,7 @@ def parse_text(body: bytes | bytearray, family: ModelInfo, models: Sequence[str]
 
 def text(asked: CompletionBody, ignored: tuple[str, ...], family: ModelInfo, models: Sequence[str]
          ) -> tuple[Options, list[PromptInput]]:
-    """What `parse_text` returns, of what `reading.parse` has read."""
+    """The second half of `parse_text`, for the result of `request_validation.parse`."""
     model = check_model(asked.model, models)
     structure = structured_output.parse(msgspec.structs.asdict(asked))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
@@ -104,7 +104,7 @@ def text(asked: CompletionBody, ignored: tuple[str, ...], family: ModelInfo, mod
 
 
 def _prompts(prompt: str | list[int | str | list[int]], family: ModelInfo) -> list[PromptInput]:
-    if isinstance(prompt, str) or {*map(type, prompt)} == {int}:      # in one go: it may have a million
+    if isinstance(prompt, str) or {*map(type, prompt)} == {int}:      # `map` is fast: there may be a million
         prompt = [prompt]   # type: ignore[list-item]
     prompts: list[PromptInput] = []
     for item in prompt:
@@ -121,7 +121,7 @@ def _prompts(prompt: str | list[int | str | list[int]], family: ModelInfo) -> li
 
 
 def check_model(name: str | None, models: Sequence[str]) -> str:
-    """The name to answer under.  Raises NotFound."""
+    """The model's name in the answer.  Raises NotFound."""
     if name is None:
         return models[0]
     if name not in models:
@@ -130,7 +130,7 @@ def check_model(name: str | None, models: Sequence[str]) -> str:
 
 
 def check_ids(ids: Sequence[int], family: ModelInfo, param: str) -> None:
-    """Raises BadRequest unless every id is a token of the vocabulary that is no image's place."""
+    """Raises BadRequest unless every id is a token of the vocabulary and none is the image placeholder."""
     if max(ids, default=0) >= family.vocab:
         raise BadRequest(f"{param} names a token id outside 0 to {family.vocab - 1}", param=param)
     if family.image_token_id in ids:
@@ -138,7 +138,7 @@ def check_ids(ids: Sequence[int], family: ModelInfo, param: str) -> None:
 
 
 def pixels(limits: PixelLimits | None, family: ModelInfo) -> tuple[int, int]:
-    """min_pixels and max_pixels as asked, kept inside what the checkpoint was made for; 0: its own."""
+    """min_pixels and max_pixels as requested, within the checkpoint's own limits; 0: the checkpoint's."""
     low, high = (limits.min_pixels or 0, limits.max_pixels or 0) if limits else (0, 0)
     if low and high and low > high:
         raise BadRequest(f"mm_processor_kwargs: min_pixels ({low}) is over max_pixels ({high})",
@@ -173,7 +173,7 @@ def _common(asked: Generation) -> dict[str, Any]:
 
 def _sampling(asked: Generation, family: ModelInfo, max_tokens: int, logprobs: int,
               grammar: str = "") -> Sampling:
-    """`max_tokens` 0: the rest of the context.  `logprobs` -1: none, else how many of the best to name."""
+    """`max_tokens` 0: the rest of the context.  `logprobs` -1: none, else how many of the most likely tokens."""
     defaults = family.defaults
     min_tokens = asked.min_tokens or 0
     if max_tokens and min_tokens > max_tokens:
@@ -182,12 +182,12 @@ def _sampling(asked: Generation, family: ModelInfo, max_tokens: int, logprobs: i
         max_tokens=min(max_tokens, TOKENS_MAX), min_tokens=min(min_tokens, TOKENS_MAX),
         temperature=_first(asked.temperature, defaults.temperature),
         top_p=_first(asked.top_p, defaults.top_p),
-        top_k=max(0, _first(asked.top_k, defaults.top_k)),      # vLLM's -1 is our 0: all
+        top_k=max(0, _first(asked.top_k, defaults.top_k)),      # vLLM's -1 is 0 here: all
         min_p=_first(asked.min_p, 0.0),
         repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_first(asked.presence_penalty, 0.0),
         frequency_penalty=_first(asked.frequency_penalty, 0.0),
-        seed=None if asked.seed == -1 else asked.seed,      # as llama.cpp's and SGLang's clients say "any"
+        seed=None if asked.seed == -1 else asked.seed,      # llama.cpp's and SGLang's -1 means any
         logit_bias=_logit_bias(asked.logit_bias or {}, family.vocab),
         logprobs=logprobs,
         ignore_eos=bool(asked.ignore_eos),
@@ -209,7 +209,7 @@ def _ids(ids: list[int], vocab: int, param: str) -> tuple[int, ...]:
 
 def _logit_bias(asked: dict[str, float], vocab: int) -> dict[int, float]:
     for key in asked:
-        # str.isdecimal alone also accepts other scripts' digits, and a long run of them costs time.
+        # str.isdecimal alone also accepts other scripts' digits, and long keys take time.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab):
             raise BadRequest(f"logit_bias names a token id outside 0 to {vocab - 1}", param="logit_bias")
     return {int(key): value for key, value in asked.items()}

@@ -1,8 +1,8 @@
 """Every field of completions that clients of OpenAI, vLLM, SGLang, llama.cpp and Ollama are known to send, for
 `fields.py`.
 
-TAKEN are the fields of `schema.py`.  REFUSED would change the answer in a way that is not offered here, and name the
-way that is.  HARMLESS change no token of the answer.  A field that only one endpoint takes is in REFUSED for the other.
+HONOURED are the fields of `schema.py`.  REFUSED would change the answer; each says what to use instead.  HARMLESS
+change no token of the answer.  If only one endpoint has a field, it is in REFUSED for the other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ALL = "all"
 @dataclass(frozen=True)
 class Refused:
     senders: str
-    way: str                        # what to do instead: stands behind a colon
+    instead: str                    # what to use instead: follows a colon
     same: tuple[Any, ...] = _OFF    # values besides null that change nothing
 
 
-TAKEN: dict[str, tuple[str, str]] = {
+HONOURED: dict[str, tuple[str, str]] = {
     "model": (_ALL, "a name of `/v1/models`; absent: the model that is served"),
     "messages": (_ALL, "the conversation: text and images"),
     "prompt": (_ALL, "a text, token ids, or a list of either"),
@@ -47,7 +47,7 @@ TAKEN: dict[str, tuple[str, str]] = {
     "bad_words": ("vLLM", "no run of whole tokens spells one of these words, with or without a space before it"),
     "allowed_token_ids": ("vLLM", "only these tokens; the end token only if it is among them"),
     "n": (_ALL, "answers to one prompt"),
-    "best_of": ("OpenAI, vLLM", "only as many as `n`"),
+    "best_of": ("OpenAI, vLLM", "must equal `n`"),
     "stream": (_ALL, "send the answer as server-sent events"),
     "stream_options": ("OpenAI, vLLM, SGLang", "`include_usage`, `continuous_usage_stats`"),
     "logprobs": (_ALL, "chat: true or false; text: how many alternatives"),
@@ -55,7 +55,7 @@ TAKEN: dict[str, tuple[str, str]] = {
     "truncate_prompt_tokens": ("vLLM", "keep only this many last tokens of the prompt; -1: as many as leave room "
                                "for the answer; refused if it would cut an image away"),
     "add_generation_prompt": ("vLLM", "false: the prompt ends with the last message"),
-    "continue_final_message": ("vLLM, SGLang", "the answer goes on where the last message, the assistant's, ends"),
+    "continue_final_message": ("vLLM, SGLang", "continue the last message, which must be the assistant's"),
     "chat_template_kwargs": ("vLLM, SGLang, llama.cpp", "`enable_thinking`, `add_vision_id`"),
     "mm_processor_kwargs": ("vLLM", "`min_pixels`, `max_pixels` of each image"),
     "tools": (_ALL, "functions that the model may call"),
@@ -65,7 +65,7 @@ TAKEN: dict[str, tuple[str, str]] = {
     "response_format": (_ALL, "`text`, `json_object`, `json_schema`"),
     "structured_outputs": ("vLLM", "one of `json`, `regex`, `choice`, `grammar`, `json_object`"),
     "guided_json": ("vLLM", "a JSON schema, as an object or a string"),
-    "guided_regex": ("vLLM", "the whole answer matches; Rust's syntax, without look-around and back-references"),
+    "guided_regex": ("vLLM", "the whole answer matches it; Rust's syntax, without look-around and back-references"),
     "guided_choice": ("vLLM", "the answer is one of these strings"),
     "guided_grammar": ("vLLM", "Lark as llguidance reads it, or EBNF with `::=` and a rule `root`"),
     "json_schema": ("SGLang, llama.cpp", "as `guided_json`"),
@@ -76,12 +76,12 @@ TAKEN: dict[str, tuple[str, str]] = {
 }
 
 
-def _rows(way: str, senders: str, *names: str, same: tuple[Any, ...] = _OFF) -> dict[str, Refused]:
-    return {name: Refused(senders, way, same) for name in names}
+def _rows(instead: str, senders: str, *names: str, same: tuple[Any, ...] = _OFF) -> dict[str, Refused]:
+    return {name: Refused(senders, instead, same) for name in names}
 
 
 REFUSED: dict[str, Refused] = {
-    # Other names of what is here.
+    # Other names of honoured fields.
     **_rows("use max_tokens", "SGLang, llama.cpp, Ollama, transformers", "max_new_tokens", "n_predict", "num_predict",
             "max_length", "max_output_tokens", same=()),
     **_rows("use max_tokens", "OpenAI", "max_completion_tokens", same=()),
@@ -95,12 +95,12 @@ REFUSED: dict[str, Refused] = {
     **_rows("use logit_bias with -100", "others", "custom_token_bans"),
     **_rows("use logprobs and top_logprobs", "llama.cpp, SGLang", "n_probs", "top_logprobs_num", "return_logprob",
             same=(0, False)),
-    **_rows("text completions have logprobs alone", "OpenAI", "top_logprobs", same=(0,)),
+    **_rows("use logprobs, which is a number in text completions", "OpenAI", "top_logprobs", same=(0,)),
     **_rows("put the fields themselves into the request", "Ollama, SGLang, OpenAI's clients", "options",
             "sampling_params", "extra_body", "parameters"),
     **_rows("use chat_template_kwargs with enable_thinking", "Ollama, others", "think", "thinking", "enable_thinking",
             "reasoning", same=()),
-    **_rows("thinking cannot be limited apart; use max_tokens", "vLLM, llama.cpp", "thinking_token_budget",
+    **_rows("thinking has no limit of its own; use max_tokens", "vLLM, llama.cpp", "thinking_token_budget",
             "thinking_budget", "reasoning_budget", same=(-1,)),
     **_rows("use structured_outputs or response_format", "vLLM, SGLang", "structural_tag"),
     **_rows("JSON is written with one blank or line break between its tokens", "vLLM", "guided_whitespace_pattern"),
@@ -109,7 +109,7 @@ REFUSED: dict[str, Refused] = {
     **_rows("the prompt's last tokens are kept", "vLLM", "truncation_side", same=("left",)),
     **_rows("use tools and tool_choice", "OpenAI (old)", "functions", same=([],)),
     **_rows("use tools and tool_choice", "OpenAI (old)", "function_call", same=("none",)),
-    # The other endpoint's.
+    # Fields of the other endpoint, or of other APIs.
     **_rows("use messages", "OpenAI (Responses), llama.cpp, Ollama", "prompt", "input", "text", "input_ids"),
     **_rows("use a message of the role system", "OpenAI (Responses), Ollama", "instructions", "system"),
     **_rows("send the earlier messages again", "OpenAI (Responses), Ollama", "previous_response_id", "conversation",
@@ -122,11 +122,11 @@ REFUSED: dict[str, Refused] = {
     **_rows("use /v1/chat/completions", "OpenAI, vLLM", "parallel_tool_calls", "add_generation_prompt",
             same=(True, False)),
     **_rows("answers are text", "OpenAI", "modalities", same=(["text"],)),
-    # What is not offered.
-    **_rows("the answer holds no part of the prompt", "OpenAI, vLLM, TGI", "echo", "return_full_text"),
+    # Not supported.
+    **_rows("the answer does not repeat the prompt", "OpenAI, vLLM, TGI", "echo", "return_full_text"),
     **_rows("no text can follow the answer; put it into the prompt", "OpenAI, llama.cpp", "suffix", "input_prefix",
             "input_suffix"),
-    **_rows("answers are drawn one by one; use n", "vLLM, transformers", "use_beam_search", "best_of", "num_beams",
+    **_rows("there is no beam search; use n", "vLLM, transformers", "use_beam_search", "best_of", "num_beams",
             same=(False, 1)),
     **_rows("there is no beam search", "vLLM, transformers", "length_penalty", same=(1, 0)),
     **_rows("a prompt's own log-probabilities are not computed; use logprobs for the answer's", "vLLM, SGLang, TGI",
@@ -150,15 +150,14 @@ REFUSED: dict[str, Refused] = {
             "logit_processor", "custom_logit_processor", "custom_params", "vllm_xargs"),
     **_rows("use stop with strings", "SGLang", "stop_regex"),
     **_rows("use stop or max_tokens", "llama.cpp", "t_max_predict_ms", "n_indent", same=(0, -1)),
-    **_rows("the checkpoint's own template is used; messages can say the rest", "vLLM, Ollama", "chat_template",
-            "template", "raw"),
+    **_rows("the checkpoint's own template is used; use messages", "vLLM, Ollama", "chat_template", "template", "raw"),
     **_rows("put the texts into messages", "vLLM", "documents"),
     **_rows("one model is served, without adapters", "SGLang, llama.cpp", "lora_path", "lora", "adapter_id"),
     **_rows("audio and video are not served", "OpenAI, vLLM, SGLang", "audio", "media_io_kwargs", "video_data",
             "audio_data", "use_audio_in_video"),
     **_rows("use mm_processor_kwargs with min_pixels and max_pixels", "SGLang, others", "max_dynamic_patch",
             "min_dynamic_patch", "max_image_tokens", same=()),
-    **_rows("embeddings are not taken as prompts", "vLLM", "prompt_embeds", "input_embeds"),
+    **_rows("prompts are text or token ids", "vLLM", "prompt_embeds", "input_embeds"),
     **_rows("reasoning always comes as reasoning_content", "vLLM, SGLang, llama.cpp", "include_reasoning",
             "separate_reasoning", "stream_reasoning", same=(True,)),
     **_rows("reasoning always comes as reasoning_content", "llama.cpp", "reasoning_format", same=("auto", "deepseek")),
@@ -167,30 +166,30 @@ REFUSED: dict[str, Refused] = {
             "return_hidden_states", "return_routed_experts", "response_fields", "post_sampling_probs"),
     **_rows("tool calls are always read from the text in Qwen's form", "llama.cpp, others", "tool_parser",
             "grammar_lazy", "grammar_triggers", "preserved_tokens"),
-    **_rows("a session's messages are sent again", "SGLang", "session_params"),
-    **_rows("requests are not kept", "OpenAI (Responses)", "background"),
-    **_rows("give the context its length with model.max_model_len", "OpenAI (Responses)", "truncation",
+    **_rows("there are no sessions; send the earlier messages again", "SGLang", "session_params"),
+    **_rows("requests are not stored; keep the connection open", "OpenAI (Responses)", "background"),
+    **_rows("the server's setting model.max_model_len limits the context", "OpenAI (Responses)", "truncation",
             same=("disabled",)),
-    **_rows("nothing is searched", "OpenAI", "web_search_options", same=()),
+    **_rows("there is no web search", "OpenAI", "web_search_options", same=()),
 }
 
 HARMLESS: dict[str, tuple[str, str]] = {
-    "user": ("OpenAI", "users are not told apart"),
-    "safety_identifier": ("OpenAI", "users are not told apart"),
-    "metadata": ("OpenAI", "answers are not kept"),
-    "store": ("OpenAI", "answers are not kept"),
-    "service_tier": ("OpenAI", "there is one"),
-    "prompt_cache_key": ("OpenAI", "prompts that begin alike are found by their tokens"),
-    "prompt_cache_retention": ("OpenAI", "the cache keeps what it has room for"),
-    "verbosity": ("OpenAI", "a wish that only some models know"),
-    "reasoning_effort": ("OpenAI", "a wish that only some models know; see `chat_template_kwargs.enable_thinking`"),
-    "prediction": ("OpenAI", "only makes answers come faster"),
-    "moderation": ("OpenAI", "nothing is moderated"),
-    "include": ("OpenAI (Responses)", "says what the answer tells besides its text"),
+    "user": ("OpenAI", "users are not distinguished"),
+    "safety_identifier": ("OpenAI", "users are not distinguished"),
+    "metadata": ("OpenAI", "answers are not stored"),
+    "store": ("OpenAI", "answers are not stored"),
+    "service_tier": ("OpenAI", "there is only one"),
+    "prompt_cache_key": ("OpenAI", "the prefix cache compares tokens"),
+    "prompt_cache_retention": ("OpenAI", "the cache evicts the least recently used"),
+    "verbosity": ("OpenAI", "the served models do not support it"),
+    "reasoning_effort": ("OpenAI", "the served models do not support it; see `chat_template_kwargs.enable_thinking`"),
+    "prediction": ("OpenAI", "would only speed up the answer"),
+    "moderation": ("OpenAI", "there is no moderation"),
+    "include": ("OpenAI (Responses)", "asks for more than the answer's text"),
     "priority": ("vLLM, SGLang", "requests wait in turn"),
     "request_id": ("vLLM", "use the header `x-request-id`"),
     "rid": ("SGLang", "use the header `x-request-id`"),
-    "extra_key": ("SGLang", "prompts that begin alike are found by their tokens"),
+    "extra_key": ("SGLang", "the prefix cache compares tokens"),
     "add_special_tokens": ("vLLM", "the served tokenizers add none"),
     "spaces_between_special_tokens": ("vLLM, SGLang", "byte-level tokenizers write none"),
     "early_stopping": ("vLLM, transformers", "there is no beam search"),

@@ -1,4 +1,4 @@
-"""What becomes of each field that clients send: taken, refused because it would change the answer, or without effect.
+"""Which fields are honoured, refused because they would change the answer, or without effect.
 
 `field_table.py` has the rows.  `python -m epdd.frontend.requests.fields` prints docs/reference/fields.md.
 """
@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from epdd.errors import BadRequest
-from epdd.frontend.requests.field_table import HARMLESS, REFUSED, TAKEN, Refused
+from epdd.frontend.requests.field_table import HARMLESS, REFUSED, HONOURED, Refused
 
-_NAME_CHARS_MAX = 100       # of what a message quotes
+_NAME_CHARS_MAX = 100       # of a name in a message
 
 _HEAD = """<!-- Made from epdd.frontend.requests.field_table. Do not edit: run `make reference`. -->
 
@@ -25,35 +25,36 @@ refused. `null` is the same as absent. [HTTP](http.md) has types and ranges.
 
 
 def ignored(data: Mapping[str, Any], known: Collection[str], strict: bool) -> tuple[str, ...]:
-    """Names of a body's fields that have no effect; `known` are those that it is defined to have.
+    """Names of a body's fields that have no effect; `known` are the fields of its definition.
 
-    Raises BadRequest for a field that would change the answer and is refused; if `strict`, for unknown fields too.
+    Raises BadRequest for a refused field that would change the answer; if `strict`, for unknown fields too.
     """
     names = []
     for name in sorted(data.keys() - known):
         refused = REFUSED.get(name)
         if refused is not None:
-            if not _says_nothing(data[name], refused):
-                raise BadRequest(f"{name} is not supported: {refused.way}", param=name)
+            if not _changes_nothing(data[name], refused):
+                raise BadRequest(f"{name} is not supported: {refused.instead}", param=name)
         elif strict and name not in HARMLESS:
             short = name[:_NAME_CHARS_MAX]
-            raise BadRequest(f"{short} is not a field of this request, and this server takes no others", param=short)
+            raise BadRequest(f"{short} is not a field of this request, and this server refuses unknown fields "
+                             "(server.strict)", param=short)
         names.append(name)
     return tuple(names)
 
 
-def _says_nothing(value: Any, refused: Refused) -> bool:
-    """Whether a refused field asks for what happens anyway.  In Python 0 equals False, in JSON it does not."""
+def _changes_nothing(value: Any, refused: Refused) -> bool:
+    """Whether a refused field has a value without effect.  In Python 0 equals False, in JSON it does not."""
     return value is None or any(value == same and isinstance(value, bool) == isinstance(same, bool)
                                 for same in refused.same)
 
 
 def properties(known: Collection[str]) -> dict[str, Any]:
-    """JSON schemas of the fields that a body takes besides those it is defined to have."""
+    """JSON schemas of the fields that a body accepts besides those of its definition."""
     found: dict[str, Any] = {}
     for name, row in REFUSED.items():
         if name not in known:
-            found[name] = {"enum": [None, *row.same], "description": f"Not supported: {row.way}."}
+            found[name] = {"enum": [None, *row.same], "description": f"Not supported: {row.instead}."}
     for name, (_, why) in HARMLESS.items():
         if name not in known:
             found[name] = {"description": f"No effect: {why}."}
@@ -61,14 +62,14 @@ def properties(known: Collection[str]) -> dict[str, Any]:
 
 
 def page(chat: Collection[str], text: Collection[str]) -> str:
-    """docs/reference/fields.md; `chat` and `text` are the fields that each endpoint takes."""
-    return "\n".join([_HEAD, *_taken(chat, text), *_refused(chat, text), *_harmless()])
+    """docs/reference/fields.md; `chat` and `text` are the fields of the definitions of both endpoints."""
+    return "\n".join([_HEAD, *_honoured(chat, text), *_refused(chat, text), *_harmless()])
 
 
-def _taken(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
+def _honoured(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
     yield "## Honoured\n"
     yield "| field | sent by | chat | text | what it does |\n|---|---|---|---|---|"
-    for name, (senders, what) in sorted(TAKEN.items()):
+    for name, (senders, what) in sorted(HONOURED.items()):
         marks = " | ".join("yes" if name in kind else "" for kind in (chat, text))
         yield f"| `{name}` | {senders} | {marks} | {what} |"
 
@@ -80,7 +81,7 @@ def _refused(chat: Collection[str], text: Collection[str]) -> Iterator[str]:
     for name, row in sorted(REFUSED.items()):
         allowed = ", ".join(f"`{_shown(value)}`" for value in row.same)
         only = " (text completions)" if name in chat else " (chat)" if name in text else ""
-        yield f"| `{name}`{only} | {row.senders} | {allowed} | {row.way.replace('|', '/')} |"
+        yield f"| `{name}`{only} | {row.senders} | {allowed} | {row.instead.replace('|', '/')} |"
 
 
 def _harmless() -> Iterator[str]:

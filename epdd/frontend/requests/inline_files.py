@@ -1,8 +1,8 @@
-"""The files in a request's JSON, taken out before it is parsed.
+"""The image files in a request's JSON, extracted before it is parsed.
 
-A parser holds the interpreter, and with it the event loop, from a body's first byte to its last: a second for 128 MiB.
-All that can honestly be large in a body are images in base64, and those need no parser.  So they are lifted out in
-steps, and what is left, the text, is bounded by what a prompt can hold.
+A parser holds the interpreter, and so the event loop, from a body's first byte to its last: a second for 128 MiB.  In a
+valid body only images in base64 are large, and they need no parser.  So they are extracted in steps, and the remaining
+text is bounded by what a prompt can hold.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 
 from epdd.errors import ContextLength, MediaError
 
-TEXT_BYTES = 8 << 20        # that any model may be sent; parsed in 15 ms
-TEXT_BYTES_MAX = 16 << 20   # however long its context is
+TEXT_BYTES = 8 << 20        # for any model; parsed in 15 ms
+TEXT_BYTES_MAX = 16 << 20   # for any context length
 TOKEN_BYTES = 32            # of JSON for a token of context: escaped as \\uXXXX, a rare script takes half of it
 _LEAST = 16 << 10           # shorter URLs are parsed with the rest
-_STEP = 4 << 20             # bytes looked at before other threads get their turn
-_TRIED_MAX = 10_000         # strings looked at; what comes after is text
+_STEP = 4 << 20             # bytes searched before other threads may run
+_TRIED_MAX = 10_000         # strings that are tried; later ones are text
 _OPEN = b'"data:'
-_ESCAPES = ((b"\\/", b"/"), (b"\\n", b"\n"), (b"\\r", b"\r"), (b"\\t", b"\t"))     # that base64 may come with
+_ESCAPES = ((b"\\/", b"/"), (b"\\n", b"\n"), (b"\\r", b"\r"), (b"\\t", b"\t"))     # allowed in base64
 
 
 @dataclass(frozen=True)
 class InlineLimits:
-    """What a body may hold."""
+    """Limits of a body's text and images."""
 
     text_bytes: int = TEXT_BYTES            # besides images
     file_bytes: int = 32 << 20              # of an image file
 
     @classmethod
     def of(cls, max_model_len: int, file_bytes: int) -> InlineLimits:
-        """For a model of such a context, in tokens."""
+        """For a model with a context of `max_model_len` tokens."""
         return cls(min(max(TEXT_BYTES, TOKEN_BYTES * max_model_len), TEXT_BYTES_MAX), file_bytes)
 
 
 @dataclass
-class Lifted:
+class Extracted:
     """A body's JSON with a short mark in place of each large data: URL."""
 
     text: bytes | bytearray
@@ -49,8 +49,8 @@ class Lifted:
         """The byte of the body that is the text's byte `at`."""
         return at + sum(left_out for cut, left_out in self.cuts if cut <= at)
 
-    def put_back(self, data: Any) -> bool:
-        """Put the URLs where messages have images; False if one stood anywhere else."""
+    def restore(self, data: Any) -> bool:
+        """Put the URLs back into the images of messages; False if one was anywhere else."""
         left = set(self.urls)
         for holder, key in _images(data) if left else ():
             if isinstance(url := holder[key], str) and url in self.urls:
@@ -59,13 +59,13 @@ class Lifted:
         return not left
 
 
-def lift(body: bytes | bytearray, limits: InlineLimits) -> Lifted:
-    """Take out what is large and looks like an image.  Raises ContextLength if what is left is too much, MediaError
-    for an image that is."""
+def extract(body: bytes | bytearray, limits: InlineLimits) -> Extracted:
+    """Extract large data: URLs.  Raises ContextLength if the remaining text is over its limit, MediaError if an image
+    is."""
     if len(body) < 2 * _LEAST:
-        return Lifted(body)
-    nonce = secrets.token_hex(8)        # no text of the request can be taken for a mark
-    found, pieces = Lifted(b""), list[bytes | bytearray]()
+        return Extracted(body)
+    nonce = secrets.token_hex(8)        # keeps text of the request from equalling a mark
+    found, pieces = Extracted(b""), list[bytes | bytearray]()
     begun = at = size = tried = 0
     while at < len(body) and tried < _TRIED_MAX:
         start = body.find(_OPEN, at, at + _STEP + len(_OPEN))
@@ -89,14 +89,14 @@ def lift(body: bytes | bytearray, limits: InlineLimits) -> Lifted:
         begun = end
     if not found.urls:
         _check(len(body), limits)
-        return Lifted(body)
+        return Extracted(body)
     _check(size + len(body) - begun, limits)
     found.text = b"".join((*pieces, body[begun:]))
     return found
 
 
 def _images(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Where a body may have images: (object or list, key) of each."""
+    """The places of a body's images: (object or list, key) of each."""
     messages = data.get("messages") if isinstance(data, dict) else None
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -107,7 +107,7 @@ def _images(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _closing(body: bytes | bytearray, start: int) -> int:
-    """The next quotation mark, or the body's end.  Where an escaped one comes first there is no URL."""
+    """The next quotation mark, or the body's end.  If it is escaped, the string is no URL."""
     for at in range(start, len(body), _STEP):
         if (end := body.find(b'"', at, at + _STEP)) >= 0:
             return end
@@ -115,18 +115,18 @@ def _closing(body: bytes | bytearray, start: int) -> int:
 
 
 def _escaped(body: bytes | bytearray, at: int) -> bool:
-    """Whether an odd number of backslashes stands before."""
+    """Whether an odd number of backslashes precedes."""
     first = at
     while first and body[first - 1] == 0x5c:
         first -= 1
-        if at - first > 64:     # in no URL, and too dear to count on
+        if at - first > 64:     # not in a URL, and slow to count
             return True
     return (at - first) % 2 == 1
 
 
 def _plain(body: bytes | bytearray, start: int, end: int, limits: InlineLimits) -> str | None:
-    """The URL that JSON spells there; None if it has escapes or letters that no base64 needs."""
-    if end - start > limits.file_bytes * 2 + _LEAST:    # escaped letter by letter, base64 has 2.7 bytes for each
+    """The URL in that JSON string; None if it has escapes or letters that base64 does not need."""
+    if end - start > limits.file_bytes * 2 + _LEAST:    # base64 with every letter escaped has 2.7 bytes for each
         raise _too_large(limits)
     pieces, left = [], limits.file_bytes * 3 // 2 + _LEAST      # base64 with line breaks has 1.4 bytes for each
     while start < end:

@@ -1,4 +1,4 @@
-"""The `messages` of a request to a conversation, every fault named by its place."""
+"""Turns the `messages` of a request into a conversation; errors name the message."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from epdd.errors import BadRequest
 from epdd.frontend.http import json_cost
 from epdd.frontend.requests.schema import ChatBody, ChatMessage, ImagePart, InputImage, Part, RefusalPart, TokenizeBody
 
-# Fields of a message that templates read, and under which name; all others that SDKs echo back (refusal,
-# audio, ...) are ignored.
+# Fields of a message that templates read -> the templates' name; others that SDKs echo back (refusal, audio, ...)
+# are ignored.
 _TEMPLATE_FIELDS = {"name": "name", "tool_call_id": "tool_call_id", "reasoning": "reasoning_content",
                     "reasoning_content": "reasoning_content"}
 
@@ -22,7 +22,7 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image as the client names it; `param` is its place in the request, for error messages."""
+    """An image's URL as the client sent it; `param` is its place in the request, for error messages."""
 
     url: str
     param: str
@@ -30,20 +30,20 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Message:
-    role: str                               # developer has become system
-    content: str | list[str | ImageRef]     # null has become ""
-    fields: _Json = field(default_factory=dict)     # name, tool_calls, ...: as the template reads them
+    role: str                               # system for developer
+    content: str | list[str | ImageRef]     # "" for null
+    fields: _Json = field(default_factory=dict)     # name, tool_calls, ...: as templates name them
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What the template is rendered from."""
+    """The input of the chat template."""
 
     messages: list[Message]
     tools: list[_Json] = field(default_factory=list)
     options: _Json = field(default_factory=dict)    # chat_template_kwargs
-    generation_prompt: bool = True      # the prompt ends with the beginning of an answer
-    continued: bool = False             # it ends inside the last message
+    generation_prompt: bool = True      # end the prompt with the beginning of an answer
+    continued: bool = False             # end it inside the last message
 
     @property
     def images(self) -> list[ImageRef]:
@@ -53,7 +53,7 @@ class Conversation:
 
 
 def conversation(said: ChatBody | TokenizeBody, tools: list[_Json]) -> Conversation:
-    """With the tools that the template shows.  Raises BadRequest naming the message."""
+    """`tools` are for the template.  Raises BadRequest naming the message."""
     options = msgspec.structs.asdict(said.chat_template_kwargs) if said.chat_template_kwargs else {}
     messages = [_message(message, f"messages[{index}]") for index, message in enumerate(said.messages or [])]
     continued = bool(said.continue_final_message)
@@ -86,7 +86,7 @@ def _message(message: ChatMessage, where: str) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if content is None:
-        # Only an assistant may say nothing: SDKs echo null beside tool_calls, function_call or refusal.
+        # Only an assistant's content may be null: SDKs echo it beside tool_calls, function_call or refusal.
         if role != "assistant":
             raise BadRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
         content = ""
@@ -117,8 +117,8 @@ def _tool_call(call: Any, where: str) -> _Json:
         raise BadRequest(f"{where} must have a function with a name", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # The API carries arguments as JSON text, templates want the object and write JSON themselves.  In the body it
-        # may have been spelt so that `request_validation.py` could not count what is in it.
+        # The API carries arguments as JSON text; templates take the object and write the JSON.  Its cost is checked
+        # here because escapes in the body may have hidden it from `request_validation.py`.
         json_cost.check(arguments.encode(), f"{where}.function.arguments")
         try:
             parsed = orjson.loads(arguments)

@@ -1,6 +1,6 @@
-"""Bodies of requests: JSON to the structs of `schema.py`, every fault named by its field.
+"""Parses bodies of requests into the structs of `schema.py`; errors name the field.
 
-msgspec says where a body breaks its definition, the definition itself what is wanted there.
+msgspec says where a body differs from its definition; the definition gives the allowed values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epdd.frontend.requests import fields, inline_files
 from epdd.frontend.requests.inline_files import InlineLimits
 
 FIELDS_MAX = 1000           # of the body itself
-_NAME_CHARS_MAX = 100       # of what a message quotes
+_NAME_CHARS_MAX = 100       # of a name in a message
 _VALUE_OF = "a value of "
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,16 +34,16 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: InlineLi
           ) -> tuple[T, tuple[str, ...]]:
     """The body and the names of its fields that have no effect.
 
-    Raises BadRequest with `param`; if `strict`, for fields that nobody knows too.  Raises ContextLength or MediaError
+    Raises BadRequest with `param`; if `strict`, for unknown fields too.  Raises ContextLength or MediaError
     if its text or an image is over `limits`.
     """
-    lifted = inline_files.lift(body, limits)
-    data = _loads(lifted)
-    if not lifted.put_back(data):
-        # What begins like an image and stands elsewhere is text as any other.
+    extracted = inline_files.extract(body, limits)
+    data = _loads(extracted)
+    if not extracted.restore(data):
+        # A data: URL outside an image is text.
         if len(body) > limits.text_bytes:
             raise BadRequest("A data: URL stands where no image can be")
-        data = _loads(inline_files.Lifted(body))
+        data = _loads(inline_files.Extracted(body))
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object")
     if len(data) > FIELDS_MAX:
@@ -55,18 +55,18 @@ def parse(body: bytes | bytearray, kind: type[T], strict: bool, limits: InlineLi
         _refuse(str(error), kind, data)
 
 
-def _loads(lifted: inline_files.Lifted) -> Any:
-    json_cost.check(lifted.text, "The body")
+def _loads(extracted: inline_files.Extracted) -> Any:
+    json_cost.check(extracted.text, "The body")
     try:
-        return orjson.loads(lifted.text)
+        return orjson.loads(extracted.text)
     except orjson.JSONDecodeError as error:
-        # The decoder's message holds no input, only what is wrong and where.
-        raise BadRequest(f"The body is not valid JSON: {error.msg} (byte {lifted.place(error.pos)})") from None
+        # The decoder's message does not quote the input.
+        raise BadRequest(f"The body is not valid JSON: {error.msg} (byte {extracted.place(error.pos)})") from None
 
 
 @dataclass
 class _Place:
-    """Somewhere in a body: how it is called, what is there, and its definition."""
+    """A place in a body: its path, its value and its definition."""
 
     where: str
     value: Any
@@ -74,10 +74,10 @@ class _Place:
 
 
 def _refuse(message: str, kind: type[msgspec.Struct], data: Any) -> NoReturn:
-    """Raises BadRequest in our own words: msgspec's may quote the request at any length."""
+    """Raises BadRequest with a message of its own: msgspec's may quote the request at any length."""
     place = _place(message, kind, data)
     field = _FIELD.search(message)
-    if field and field["name"] != "type":       # a missing type leaves open which fields there are
+    if field and field["name"] != "type":       # without its type a part's fields are not known
         name = field["name"][:_NAME_CHARS_MAX]
         known = (field.encode_name for struct in _structs(place.node) for field in struct.fields)
         place = _Place(f"{place.where}.{name}".lstrip("."), None, _below(place.node, name))
@@ -93,12 +93,12 @@ def _refuse(message: str, kind: type[msgspec.Struct], data: Any) -> NoReturn:
 
 
 def _place(message: str, kind: type[msgspec.Struct], data: Any) -> _Place:
-    """The end of msgspec's path; of an object with any names it does not say which."""
+    """The end of msgspec's path, which does not name the key in an object with arbitrary keys."""
     found = _WHERE.search(message)
-    # Not by finditer: while much memory is in use, CPython 3.11's keeps an object of each call, which pins a megabyte.
+    # Not finditer: under memory pressure CPython 3.11's keeps an object of each call, which pins a megabyte.
     steps = _STEP.findall(found["path"]) if found else []
     if steps and steps[-1][0] == "type" and message.startswith("Invalid value"):
-        steps.pop()         # of a part, whose type says which fields it has
+        steps.pop()         # the fault lies in the part, not in its type
     place = _Place("", data, _definition(kind))
     for name, index in steps:
         if index == "...":
@@ -114,7 +114,7 @@ def _definition(kind: type[msgspec.Struct]) -> inspect.Type:
 
 
 def _plain(node: inspect.Type | None) -> Iterator[inspect.Type]:
-    """The kinds a value may be of, null aside."""
+    """The types that a value may have, without null."""
     if isinstance(node, inspect.Metadata):
         yield from _plain(node.type)
     elif isinstance(node, inspect.UnionType):
@@ -143,7 +143,7 @@ def _below(node: inspect.Type | None, step: str | int) -> inspect.Type | None:
 
 
 def _words(node: inspect.Type | None) -> str:
-    """What a value must be, to stand behind "must be"; empty where only null is allowed."""
+    """The allowed values, as words after "must be"; empty if only null is allowed."""
     words, tags = [], []
     for one in _plain(node):
         if isinstance(one, inspect.StructType):

@@ -1,7 +1,7 @@
-"""What clients may send: one definition that validates bodies (`request_validation.py`) and that `/openapi.json` shows.
+"""Bodies of requests: one definition, which validates (`request_validation.py`) and which `/openapi.json` shows.
 
 Rules that need more than one field, or the checkpoint, are in `completion_requests.py`.  null is the same as absent
-everywhere.  Fields of completions that are refused or have no effect here are in `field_table.py`.
+everywhere.  Fields of completions that are refused or without effect are in `field_table.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 N_MAX = 8                   # answers to one prompt
 PROMPTS_MAX = 32            # of one text completion
 TOP_LOGPROBS_MAX = 20       # OpenAI's own
-TEXT_LOGPROBS_MAX = 5       # likewise, of text completions
+TEXT_LOGPROBS_MAX = 5       # OpenAI's own, of text completions
 STOPS_MAX = 16              # OpenAI allows 4; each is searched for after every token
 STOP_CHARS_MAX = 256
 STOP_IDS_MAX = 128
@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Generation(msgspec.Struct, kw_only=True):
-    """What both kinds of completion take."""
+    """Fields of both kinds of completion."""
 
     model: Annotated[str | None, Meta(description="A name of /v1/models; absent: the one that is served.")] = None
     max_tokens: Annotated[AtLeastOne | None, Meta(
@@ -72,15 +72,15 @@ class Generation(msgspec.Struct, kw_only=True):
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave control tokens out of the text.")] = None
     include_stop_str_in_output: Annotated[bool | None, Meta(
         description="Keep the stop string, or the text of the stop token, at the text's end.")] = None
-    no_stop_trim: Annotated[bool | None, Meta(description="The same, as SGLang calls it.")] = None
+    no_stop_trim: Annotated[bool | None, Meta(description="SGLang's name of include_stop_str_in_output.")] = None
     bad_words: Annotated[Annotated[list[Stop], Meta(max_length=BAD_WORDS_MAX)] | None, Meta(
         description="No run of tokens that spells one of these, with or without a space before it.")] = None
     allowed_token_ids: Annotated[Annotated[list[TokenId], Meta(min_length=1, max_length=ALLOWED_IDS_MAX)] | None, Meta(
-        description="Only these tokens, the end token too only if it is among them.")] = None
+        description="Only these tokens; the end token only if it is among them.")] = None
     truncate_prompt_tokens: Annotated[Annotated[int, Meta(ge=-1)] | None, Meta(
         description="Only the prompt's last tokens; -1: as many as leave room for the answer.")] = None
 
-    # How an answer must look: one of these at most.
+    # The format of the answer: one of these at most.
     response_format: _Json | None = None
     structured_outputs: Annotated[_Json | None, Meta(
         description="One of json, regex, choice, grammar, json_object.")] = None
@@ -98,7 +98,7 @@ class Generation(msgspec.Struct, kw_only=True):
 class ImageUrl(msgspec.Struct):
     url: Annotated[str, Meta(description="data: with base64, http(s): or file:, as the server's settings allow.")]
     detail: Annotated[str | None, Meta(
-        description="Without effect: how large an image is seen is set by mm_processor_kwargs.")] = None
+        description="Without effect: mm_processor_kwargs sets the resolution that the model sees.")] = None
 
 
 class _Part(msgspec.Struct, tag_field="type"):
@@ -159,7 +159,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PixelLimits(msgspec.Struct, forbid_unknown_fields=True):
-    """Of each image after resizing, kept inside the checkpoint's own."""
+    """Pixels of each image after resizing, within the checkpoint's own limits."""
 
     min_pixels: AtLeastOne | None = None
     max_pixels: AtLeastOne | None = None
@@ -176,7 +176,7 @@ class ChatBody(Generation, kw_only=True):
     add_generation_prompt: Annotated[bool | None, Meta(
         description="false: the prompt ends with the last message.")] = None
     continue_final_message: Annotated[bool | None, Meta(
-        description="The answer goes on where the last message, the assistant's, ends.")] = None
+        description="Continue the last message, which must be the assistant's.")] = None
     mm_processor_kwargs: PixelLimits | None = None
     max_completion_tokens: Annotated[AtLeastOne | None, Meta(description="Wins over max_tokens.")] = None
     logprobs: bool | None = None
@@ -191,11 +191,11 @@ class CompletionBody(Generation, kw_only=True):
     prompt: Annotated[str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)], Meta(
         description="A text, token ids, or a list of either.  Control tokens in a text are the checkpoint's own.")]
     logprobs: Annotated[int, Meta(ge=0, le=TEXT_LOGPROBS_MAX)] | None = None
-    best_of: Annotated[AtLeastOne | None, Meta(description="Only as many as n.")] = None
+    best_of: Annotated[AtLeastOne | None, Meta(description="Must equal n.")] = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """What to tokenise: a prompt as a text completion takes it, or messages as a chat completion does."""
+    """A prompt as in a text completion, or messages as in a chat completion."""
 
     model: str | None = None
     prompt: str | None = None

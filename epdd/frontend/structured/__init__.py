@@ -1,1 +1,1 @@
-"""What an answer has to look like: formats, tools and banned words as one grammar; tool calls."""
+"""Structured output: response formats and tools as one grammar; banned words; tool calls out of text."""

@@ -1,8 +1,8 @@
-"""Words that an answer must not hold, as the tokens that spell them.
+"""Banned words, as the tokens that spell them.
 
-As in vLLM a word is banned with and without a space before it, and as tokens: a token that holds more than the word's
-end is another word (`redness` stays possible where `red` is banned).  Unlike there every way to cut the word into
-tokens is banned, not only the tokenizer's own: a model that may not say `red` would find `r` and `ed`.
+As in vLLM a word is banned with and without a space before it, and as whole tokens: if `red` is banned, `redness` is
+still possible.  Unlike vLLM, every way to cut the word into tokens is banned, not only the tokenizer's own: a model
+that may not write `red` finds `r` and `ed`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from functools import lru_cache
 from epdd.errors import BadRequest
 from epdd.families.vocabulary import Vocabulary
 
-STEPS_MAX = 20_000          # 0.3 MB on the way to a worker
-_TOKEN_BYTES_MAX = 64       # longer tokens are runs of blanks and the like
-_KEPT = 8                   # lists of words: clients send the same one with each request and for each prompt
+STEPS_MAX = 20_000          # 0.3 MB in the message to a worker
+_TOKEN_BYTES_MAX = 64       # longer tokens are runs of blanks or punctuation
+_KEPT = 8                   # lists of words: clients send the same one with each request
 
 
 @lru_cache(_KEPT)
 def steps(words: tuple[str, ...], vocabulary: Vocabulary) -> tuple[tuple[int, int, int], ...]:
     """For `Sampling.bad_words`.  Raises BadRequest if there are too many."""
     found: list[tuple[int, int, int]] = []
-    state = 0       # the last one that is taken
+    state = 0       # the last one in use
     for spelling in dict.fromkeys(spelling for word in words for spelling in _spellings(word)):
         data = spelling.encode()
-        states = {0: 0}     # bytes of the spelling that are there -> state
+        states = {0: 0}     # bytes of the spelling so far -> state
         for start in range(len(data)):
             if start not in states:
                 continue

@@ -1,8 +1,8 @@
-"""Grammars as llama.cpp (GBNF), xgrammar and SGLang (EBNF) write them, turned into llguidance's Lark.
+"""Translates grammars of llama.cpp (GBNF), xgrammar and SGLang (EBNF) into llguidance's Lark.
 
-llguidance reads an answer as lexemes and takes each as long as it can be, so `[a-z]+ "z"` as two of them could never
-end.  Therefore everything without recursion becomes one lexeme, whose language is then exact: a whole grammar if it has
-no recursion, otherwise each rule and each run of a sequence that has none.
+llguidance splits an answer into lexemes and takes each as long as possible, so `[a-z]+ "z"` as two lexemes never ends.
+Therefore everything without recursion becomes one lexeme, whose language is exact: a whole grammar without recursion,
+otherwise each rule and each run of a sequence without it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 RULES_MAX = 500
-DEPTH_MAX = 24              # of brackets; the library reads 32
+DEPTH_MAX = 24              # of brackets; llguidance reads 32
 TIMES_MAX = 100_000         # of a repetition
-SIGNS_MAX = 4               # repetitions one after another: each is a bracket more, and writing calls itself for each
+SIGNS_MAX = 4               # repetitions one after another: each adds a bracket, and writing recurses for each
 
-# No text may match in two ways here: trying them all would take seconds.
+# Unambiguous: backtracking over two ways to match would take seconds.
 _TOKEN = re.compile(r"""
     (?P<space>[ \t\r\n]+|\#[^\n]*)
   | (?P<name>[A-Za-z0-9_-]+)
@@ -37,13 +37,13 @@ class _Node:
 
     lark: str
     below: tuple[_Node, ...] = ()
-    rule: str = ""              # the name of the rule that it stands for
+    rule: str = ""              # name of the rule that it refers to
     sequence: bool = False
 
 
 @dataclass
 class _Writer:
-    """The Lark rules, as they are written."""
+    """Writes the Lark rules."""
 
     plain: frozenset[str]       # rules without recursion
     names: dict[str, str]
@@ -54,7 +54,7 @@ class _Writer:
         self.lines.append(f"{self.names[name]}: {self.text(node, name in self.plain)}")
 
     def text(self, node: _Node, lexeme: bool) -> str:
-        """`lexeme`: what is around it is one already."""
+        """`lexeme`: it lies inside a lexeme."""
         if node.rule:
             return self.names[node.rule]
         if not node.sequence or lexeme:
@@ -86,7 +86,7 @@ class _Writer:
 
 
 def lark(grammar: str) -> str:
-    """The grammar in Lark.  Raises ValueError saying what is wrong with it, and where."""
+    """The grammar in Lark.  Raises ValueError with the fault and its line."""
     rules = _Parser(grammar).rules()
     if "root" not in rules:
         raise ValueError("it has no rule named root")
@@ -113,7 +113,7 @@ def _named(node: _Node) -> Iterator[str]:
 
 
 def _without_recursion(uses: dict[str, set[str]]) -> frozenset[str]:
-    """Rules from which no rule that uses itself can be reached: peeled off from those that use nothing."""
+    """Rules from which no recursive rule can be reached: collected from the leaves upwards."""
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, used in uses.items():
         for other in used:
@@ -131,7 +131,7 @@ def _without_recursion(uses: dict[str, set[str]]) -> frozenset[str]:
 
 
 class _Parser:
-    """Rules end where the next one begins, so alternatives may stand on lines of their own."""
+    """A rule ends where the next one begins, so alternatives may have their own lines."""
 
     def __init__(self, grammar: str) -> None:
         self._tokens: list[tuple[str, str, int]] = []       # kind, text, place
@@ -228,7 +228,7 @@ class _Parser:
         least, comma, most = (part.strip() for part in text[1:-1].partition(","))
         if not least and not most:
             raise self._fault(f"{text[:40]} says no number")
-        # Python refuses to read numbers of thousands of digits.
+        # Python's int() refuses thousands of digits.
         low, high = (int(part.lstrip("0")[:7] or 0) for part in (least, most))
         unbounded = bool(comma and not most)
         if not comma:
@@ -257,7 +257,7 @@ class _Parser:
         return f"/[{'^' * negated}{written}]/"
 
     def _unescaped(self, text: str, of_set: bool = False) -> str:
-        """What the escapes stand for; in a set a hyphen that is none becomes _RANGE."""
+        """Without escapes; in a set an unescaped hyphen becomes _RANGE."""
         def char(found: re.Match[str]) -> str:
             code = found[1] or found[2] or found[3]
             if code:

@@ -4,7 +4,7 @@
     {"name": "look", "arguments": {"at": 1}}
     </tool_call>
 
-The grammar in `tool_schema.py` holds answers to the very bytes of this form, so they are cut by its marks alone.
+The grammar in `tool_schema.py` enforces these exact bytes, so the marks alone separate text and calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 OPEN = "<tool_call>"
 HEAD = ('\n{"name": "', '", "arguments": ')     # before and after the function's name
-CLOSE = "}\n</tool_call>"                       # cannot lie in the arguments: JSON writes a line's end as \n
+CLOSE = "}\n</tool_call>"                       # cannot occur in the arguments: JSON escapes line breaks
 BETWEEN = "\n"                                  # from one call to the next
 
 _HEAD = re.compile(re.escape(HEAD[0]) + r'([^"]*)' + re.escape(HEAD[1]))
@@ -23,7 +23,7 @@ _HEAD = re.compile(re.escape(HEAD[0]) + r'([^"]*)' + re.escape(HEAD[1]))
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What some text adds to one call: its id and name once, at its beginning, then pieces of its arguments."""
+    """A text's addition to one call: id and name at its beginning, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -33,17 +33,17 @@ class CallDelta:
 
 @dataclass
 class Parsed:
-    """What some text adds to an answer."""
+    """A text's addition to an answer."""
 
     text: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
 
 class CallParser:
-    """Cuts one answer's text as it comes.  However the text was cut before, the same answer comes out.
+    """Separates one answer's text and calls as it streams.  The result does not depend on the pieces it comes in.
 
-    White space before a call is part of its form, so text ends only when something else follows.  A call that the
-    end of the answer cuts keeps what there is of its arguments; cut before them, it is text.
+    White space before a call belongs to the call, so it is held back until other text follows.  If the answer ends
+    inside a call, the call keeps its arguments so far; if it ends before them, it is text.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CallParser:
 
     @property
     def inside(self) -> bool:
-        """The last call has not ended."""
+        """Whether the last call has not ended."""
         return self._step != self._text
 
     def push(self, text: str) -> Parsed:
@@ -64,7 +64,7 @@ class CallParser:
         return parsed
 
     def end(self) -> Parsed:
-        """The rest, when the answer is over."""
+        """The rest, at the answer's end."""
         parsed = Parsed()
         if self._step == self._arguments:
             self._argue(parsed, len(self._held))
@@ -75,7 +75,7 @@ class CallParser:
         self._held = ""
         return parsed
 
-    # Each step takes what it can from the held text and says whether another step follows.
+    # Each step consumes held text and returns whether another step follows.
 
     def _text(self, parsed: Parsed) -> bool:
         before, mark, after = self._held.partition(OPEN)

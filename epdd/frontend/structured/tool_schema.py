@@ -1,4 +1,4 @@
-"""The fields `tools`, `tool_choice` and `parallel_tool_calls`: what a model may call, and the grammar of its calls."""
+"""The fields `tools`, `tool_choice` and `parallel_tool_calls`, and the grammar of calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from epdd.errors import BadRequest
 from epdd.frontend.structured.tool_call_parser import BETWEEN, CLOSE, HEAD, OPEN
 
 TOOLS_MAX = 128             # OpenAI's own
-CALLS_MAX = 32              # of one answer: a model that finds no end would call until its context is full
+CALLS_MAX = 32              # of one answer: a model that loops would call until its context is full
 SCHEMA_BYTES_MAX = 64 << 10
 PROPERTIES_MAX = 500        # of a schema: compiling takes 0.05 s at this number and grows with its square
 REGEX_CHARS_MAX = 4096      # of all patterns of a schema: 5,000 times "a?" take 0.5 s, and 30,000 half a minute
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")      # OpenAI's own
 
-# White space as models write it; the library's own rule lets a model write blanks for ever.
+# White space as models write it; llguidance's own rule lets a model write blanks for ever.
 _WHITE = r"( |\n[ \t]{0,32})"
 
 _Json = dict[str, Any]
@@ -37,7 +37,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the three fields ask for."""
+    """The three fields, checked."""
 
     shown: list[_Json]              # for the template; empty with tool_choice none
     callable: tuple[Tool, ...]      # empty: the answer is text
@@ -99,7 +99,7 @@ def _tool(tool: Any, where: str) -> Tool:
 
 
 def _named(choice: Any) -> str:
-    """The function that a choice names, or nothing.  Raises BadRequest for no choice at all."""
+    """The function that a choice names; empty if it names none.  Raises BadRequest if it is not a choice."""
     if choice in (None, "none", "auto", "required"):
         return ""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -111,7 +111,7 @@ def _named(choice: Any) -> str:
 
 
 def grammar(tools: Tools, answer: str) -> str:
-    """The Lark of an answer that may hold calls; `answer` is the term of one without, empty for any text."""
+    """The Lark of an answer that may hold calls; `answer` is the term of an answer without, empty for any text."""
     first, next_one = json.dumps(OPEN), json.dumps(BETWEEN + OPEN)
     names = [f"tool{at}" for at in range(len(tools.callable))]
     rules = [f"call: {json.dumps(HEAD[0])} ({' | '.join(names)}) {json.dumps(CLOSE)}"]
@@ -123,16 +123,16 @@ def grammar(tools: Tools, answer: str) -> str:
         rules.append(f"start: {first} {calls}")
     elif answer:
         rules.append(f"start: {answer} | {first} {calls}")
-    else:   # lazy: text ends where a call begins, so that no call is taken for text
+    else:   # lazy: text ends where a call begins, so that a call is not matched as text
         rules += [f"start: TEXT | said {calls}", f"said[lazy]: TEXT {first}", r"TEXT: /(.|\n)*/"]
     return "\n".join(rules)
 
 
 def schema(value: _Json, strict: bool, param: str) -> str:
-    """A JSON schema as a term of a grammar.  Raises BadRequest if it is over the limits of size.
+    """A JSON schema as a term of a grammar.  Raises BadRequest if it exceeds a limit of size.
 
-    What is not strict is the schema of a tool, and the model has read it in its prompt: there a keyword that no
-    grammar can hold (uniqueItems, not) is left to the model.
+    Only a tool's schema may be not strict: keywords that a grammar cannot enforce (uniqueItems, not) are then left to
+    the model, which has the schema in its prompt.
     """
     if "x-guidance" in value:
         raise BadRequest(f"{param}: x-guidance is not a keyword of JSON schemas", param=param)

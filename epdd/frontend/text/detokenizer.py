@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and no further than a stop string allows."""
+"""Turns tokens into text as they stream: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Decoder:
-    """A token stream's text.  A character is given out when its last byte is there.
+    """A token stream's text.  A character comes with its last byte.
 
-    Bytes that can never become a character turn into U+FFFD, as the decoder of the whole sequence would.
+    Bytes that are no character become U+FFFD, as in a decoder of the whole sequence.
     """
 
     def __init__(self, vocabulary: Vocabulary, skip_special: bool, marks: Mapping[int, str] = MappingProxyType({})
                  ) -> None:
-        """`marks`: what to write for certain tokens, in place of their own text."""
+        """`marks`: token -> text to write in place of its own."""
         self._vocabulary = vocabulary
         self._marks = marks
         self._skip_special = skip_special
@@ -30,7 +30,7 @@ class Decoder:
 
     @property
     def open(self) -> bool:
-        """A character has begun and not ended."""
+        """Whether a character is incomplete."""
         return bool(self._utf8.getstate()[0])
 
     def push(self, token: int) -> str:
@@ -41,19 +41,18 @@ class Decoder:
         return self._utf8.decode(self._vocabulary.bytes(token))
 
     def end(self) -> str:
-        """What an unfinished character leaves: one replacement character, or nothing."""
+        """U+FFFD for an incomplete character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
 
 class StopStrings:
     """Holds back text that may be the beginning of a stop string.
 
-    Of several stops the one that is complete first wins, so the result does not depend on how the text
-    was cut into pieces.
+    Of several stops the one that is complete first counts, so the result does not depend on the pieces of text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`include`: the stop string itself is free to go."""
+        """`include`: the stop string itself is part of the text."""
         self._stops = stops
         self._include = include
         self._longest = max(map(len, stops), default=0)
@@ -61,11 +60,11 @@ class StopStrings:
         self.hit = False
 
     def push(self, text: str) -> str:
-        """Text that is free to go.  After a hit: none."""
+        """Text that may be sent.  After a hit: none."""
         if self.hit or not self._stops:
             return "" if self.hit else text
         known, self._held = len(self._held), self._held + text
-        # The held text was searched before: a match must end in the new part.
+        # The held text was searched before, so a match ends in the new part.
         found = [(at + len(stop), at) for stop in self._stops
                  if (at := self._held.find(stop, max(0, known - len(stop) + 1))) >= 0]
         if found:
@@ -77,13 +76,13 @@ class StopStrings:
         free, self._held = self._held[:len(self._held) - keep], self._held[len(self._held) - keep:]
         return free
 
-    def pass_by(self, text: str) -> str:
-        """Like push, without looking for stops (below min_tokens)."""
+    def push_unsearched(self, text: str) -> str:
+        """Like push, without a search for stops (below min_tokens)."""
         free, self._held = self._held + text, ""
         return free
 
     def end(self) -> str:
-        """The held text, when the answer is over without a match."""
+        """The held text, at the answer's end."""
         free, self._held = self._held, ""
         return free
 
@@ -98,7 +97,7 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class TextPiece(Generic[T]):
-    """Text that may be sent, with the marks of the tokens that are wholly in it or before it."""
+    """Text that may be sent, with the marks of the tokens that end in it or before it."""
 
     text: str
     marks: list[T]
@@ -116,11 +115,11 @@ class TextStream(Generic[T]):
         self._decoded = 0       # characters
         self._sent = 0          # characters
         self._marks: deque[tuple[int, T]] = deque()     # (character at which the token ends, mark)
-        self.tokens = 0         # of the answer: up to the one that completed a stop string
+        self.tokens = 0         # of the answer, up to the one that completed a stop string
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found; whatever is pushed now is ignored."""
+        """Whether a stop string was found; later tokens are ignored."""
         return self._stops.hit
 
     def push(self, tokens: Iterable[int], marks: Sequence[T] = ()) -> TextPiece[T]:
@@ -134,11 +133,11 @@ class TextStream(Generic[T]):
             self._decoded += len(new)
             if marks:
                 self._marks.append((self._decoded + self._decoder.open, marks[index]))
-            text += self._stops.push(new) if self.tokens >= self._min_tokens else self._stops.pass_by(new)
+            text += self._stops.push(new) if self.tokens >= self._min_tokens else self._stops.push_unsearched(new)
         return self._piece(text)
 
     def end(self, stop_token: int | None = None) -> TextPiece[T]:
-        """The rest, when generation is over; `stop_token`: what ended it, if that belongs to the text."""
+        """The rest, at the answer's end; `stop_token`: the token that ended it, if the text includes it."""
         if self._stops.hit:
             return TextPiece("", [])
         tail = ("" if stop_token is None else self._decoder.push(stop_token)) + self._decoder.end()

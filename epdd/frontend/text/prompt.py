@@ -1,11 +1,10 @@
-"""A conversation to token ids, with every image's place and the context's limit.
+"""Turns a conversation into token ids, with every image's place, within the context.
 
-Text from the request must never become a control token (`<|im_end|>`, `<|image_pad|>`), yet harmless text
-must give the ids that transformers gives for the whole rendered prompt, merges across the border of
-template and user text included.  So the template is rendered with one character of every control token
-replaced in the request's strings by a stand-in that no JSON text can hold, a lone surrogate.  Control
-tokens found in the result are then the template's own; the runs between them get their characters back
-and are tokenised as plain text.
+Text from the request must never become a control token (`<|im_end|>`, `<|image_pad|>`).  Other text must give the same
+ids as in transformers, with merges across the border of template and user text.  So one character of every control
+token is replaced in the request's strings by a stand-in, a lone surrogate, which JSON text cannot hold.  Control tokens
+in the rendered result are then the template's own.  The runs between them get their characters back and are tokenised
+as plain text.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from epdd.frontend.text.template import Template
 from epdd.wire import Sampling
 
 _INLINE_CHARS = 16_384      # about 10 ms of tokenising: longer prompts go to a thread
-_MESSAGE_CHARS = 64         # of text whose tokenising takes as long as the template takes for one message or part
-_STEP_CHARS = 1 << 20       # searched for control tokens before other threads get their turn
+_MESSAGE_CHARS = 64         # tokenising these takes as long as the template takes for one message or part
+_STEP_CHARS = 1 << 20       # searched for control tokens before other threads may run
 _STAND_INS = 0xDC00         # first lone low surrogate
 
 
@@ -39,15 +38,15 @@ _STAND_INS = 0xDC00         # first lone low surrogate
 class Prompt:
     tokens: list[int]           # placeholders expanded
     spans: list[Placed] = field(default_factory=list)
-    param: str = "messages"     # what the request calls it
-    thinking: Thinking | None = None    # how its answer may think
+    param: str = "messages"     # its field in the request
+    thinking: Thinking | None = None    # of its answer; None: no reasoning
 
     def limit(self, sampling: Sampling, max_model_len: int) -> Sampling:
         """`sampling` with max_tokens inside the context (tokens).  Raises ContextLength if none is left."""
         room = max_model_len - len(self.tokens)
         if room < 1:
             raise _too_long(max_model_len, str(len(self.tokens)), self.param)
-        # A max_tokens beyond the context is a client's way to say "all there is".
+        # Clients send a max_tokens beyond the context to mean all of it.
         most = min(sampling.max_tokens or room, room)
         sampling = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         if self.thinking is None or not sampling.grammar:
@@ -76,14 +75,14 @@ class PromptMaker:
     """Makes prompts by a checkpoint's tokenizer and chat template."""
 
     def __init__(self, family: ModelInfo, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
-        """`reasoning`: tell a thinking model's reasoning from its answer."""
+        """`reasoning`: separate a thinking model's reasoning from its answer."""
         self.tokenizer = files.tokenizer
         self._image = family.image_token_id
         self._executor = executor
         controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
                     if added.special or token in _family_ids(family)}
         self._controls = controls
-        # Longest first: of two tokens that start at the same place, tokenizers take the longer.
+        # Longest first: if two tokens start at the same place, tokenizers take the longer.
         longest = sorted(controls, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
         self._split_plain = re.compile("(" + "|".join(
@@ -108,8 +107,8 @@ class PromptMaker:
         return self._tokenise(text, images, max_model_len)
 
     async def plain(self, text: str, max_model_len: int, all_chars: int = 0) -> Prompt:
-        """The prompt of a text completion.  Its control tokens are meant as such; images have no place in it, and
-        their placeholders stay text.  `all_chars`: of all the request's prompts.  Raises ContextLength."""
+        """The prompt of a text completion.  Control tokens in its text are control tokens, but image placeholders stay
+        text.  `all_chars`: of all the request's prompts.  Raises ContextLength."""
         self._check(text, max_model_len, "prompt")
         if max(len(text), all_chars) < _INLINE_CHARS:
             return self._tokenise_plain(text, max_model_len)
@@ -117,7 +116,7 @@ class PromptMaker:
             self._executor, self._tokenise_plain, text, max_model_len)
 
     def _check(self, text: str, max_model_len: int, param: str) -> None:
-        # One token holds so many characters at most: far too long a text is not worth the tokenising.
+        # The length of the longest token gives a lower bound, so that far too long texts are not tokenised.
         least = len(text) // self._chars_max
         if least > max_model_len:
             raise _too_long(max_model_len, f"at least {least}", param)
@@ -128,7 +127,7 @@ class PromptMaker:
         if controls.count(self._image) != len(images):
             raise BadRequest("The model's chat template cannot show every image of these messages; "
                              "images belong into user messages", param="messages")
-        # Of the encoding calls, the batch ones let other threads run meanwhile.
+        # The batch call releases the GIL.
         runs = self.tokenizer.encode_batch_fast([self._restored(run) for run in pieces[::2]],
                                                 add_special_tokens=False)
         tokens: list[int] = list(runs[0].ids)
@@ -144,11 +143,11 @@ class PromptMaker:
 
     def _pieces(self, split: re.Pattern[str], text: str, max_model_len: int, param: str) -> list[str]:
         """Run, control, run, control, ..., run.  In steps: a search holds the interpreter, and a long text at once
-        would stop the event loop."""
+        would block the event loop."""
         pieces, begun, at = list[str](), 0, 0
         while at < len(text):
             stop = at + _STEP_CHARS
-            # Far enough that a token which begins within the step is not seen as a shorter one.
+            # Beyond the step, so that a token that begins within it is not found as a shorter one.
             found = split.search(text, at, stop + self._chars_max)
             if found is None or found.start() >= stop:
                 at = stop
@@ -187,10 +186,10 @@ class PromptMaker:
 
 
 def _small(conversation: Conversation) -> bool:
-    """Whether rendering and tokenising it takes a few milliseconds at most."""
+    """Whether rendering and tokenising it takes about 10 ms at most."""
     chars = 0
     for message in conversation.messages:
-        if message.fields:      # may hold anything
+        if message.fields:      # may be large
             return False
         parts = (message.content,) if isinstance(message.content, str) else message.content
         chars += _MESSAGE_CHARS * (1 + len(parts)) + sum(len(part) for part in parts if isinstance(part, str))
@@ -204,7 +203,7 @@ def _family_ids(family: ModelInfo) -> tuple[int, int, int]:
 
 
 def _longest_token(vocabulary: Tokenizer) -> int:
-    """Characters of the longest token.  By id: get_vocab() would build a dict of the whole vocabulary."""
+    """Characters of the longest token.  Not by get_vocab(), which builds a dict of the whole vocabulary."""
     return max(len(vocabulary.id_to_token(token) or "") for token in range(vocabulary.get_vocab_size()))
 
 

@@ -1,8 +1,8 @@
 """Thinking models: text between `<think>` and `</think>` is reasoning, the rest is the answer.
 
-A checkpoint thinks if its tokenizer has both tags as tokens and its chat template knows the closing one.  The tags
-count only as these tokens: a model that spells them letter by letter writes text.  Some templates open the tag at the
-end of the prompt, so the answer begins inside; others leave it to the model, or close it at once to turn thinking off.
+A checkpoint thinks if its tokenizer has both tags as tokens and its chat template has the closing one.  Only these
+tokens count: tags that a model spells letter by letter are text.  Some templates open the tag at the end of the prompt,
+so the answer begins inside; others leave it to the model, or close it at once to turn thinking off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
-# What the tags' tokens become in a decoded text: lone surrogates, which no UTF-8 can hold.
+# The tags' tokens in decoded text: lone surrogates, which UTF-8 cannot hold.
 OPEN_MARK, CLOSE_MARK = "\ud800", "\ud801"
 
 
@@ -31,50 +31,49 @@ class ThinkTokens:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How an answer may think: `begun` where the prompt has opened the tag, else the answer's first token may."""
+    """The tags of an answer's reasoning.  `begun`: the prompt has opened it; else the answer's first token may."""
 
     tokens: ThinkTokens
     begun: bool
 
 
 def think_tokens(tokenizer: Tokenizer, template: str) -> ThinkTokens | None:
-    """None for a checkpoint that does not think."""
+    """None if the checkpoint does not think."""
     start, end = tokenizer.token_to_id(OPEN), tokenizer.token_to_id(CLOSE)
     return None if start is None or end is None or CLOSE not in template else ThinkTokens(start, end)
 
 
 def thinking(tokens: ThinkTokens | None, prompt: str) -> Thinking | None:
-    """How the answer to a rendered prompt may think; None if it cannot, or the prompt has ended its thinking."""
+    """For the answer to a rendered prompt; None if it has no reasoning, or the prompt has closed the tag."""
     end = prompt.rstrip()
     return None if tokens is None or end.endswith(CLOSE) else Thinking(tokens, end.endswith(OPEN))
 
 
 def with_marks(stops: Iterable[str]) -> tuple[str, ...]:
-    """Stop strings, and again with the tags as marks where they hold one."""
+    """Stop strings, and those that hold a tag again with marks."""
     spellings = (each for stop in stops for each in (stop, stop.replace(OPEN, OPEN_MARK).replace(CLOSE, CLOSE_MARK)))
     return tuple(dict.fromkeys(spellings))
 
 
 def with_tags(text: str) -> str:
-    """Marks back to the tags they stand for."""
+    """Text with tags in place of marks."""
     return text.replace(OPEN_MARK, OPEN).replace(CLOSE_MARK, CLOSE)
 
 
 class ReasoningParser:
-    """Cuts one answer's text into reasoning and the rest, as it comes.  However the text was cut before, the same
-    comes out.
+    """Separates one answer's reasoning and text as it streams.  The result does not depend on the pieces it comes in.
 
-    Line breaks around the reasoning and before the answer belong to the form, and to neither.  Only the first pair of
-    tags counts; any other tag is text.
+    Line breaks around the reasoning and before the answer are dropped.  Only the first pair of tags counts; any other
+    tag is text.
     """
 
     def __init__(self, begun: bool) -> None:
-        self.thought = begun        # there is reasoning, even if it is empty
-        self._tokens = 0            # up to the first end of thinking, itself included
-        self._counted = False       # that end has come
+        self.thought = begun        # there is reasoning, possibly empty
+        self._tokens = 0            # up to and with the first closing tag
+        self._counted = False       # the closing tag has come
         self._held = ""
         self._step = self._inside if begun else self._before
-        self._said = False          # something other than line breaks came since the step began
+        self._said = False          # text other than line breaks came in this step
 
     def count(self, tokens: Sequence[int], end: int) -> None:
         """Tokens of the text to come; `end` is the closing tag's."""
@@ -88,16 +87,16 @@ class ReasoningParser:
         return self._tokens if self.thought else 0
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that the text adds."""
+        """The text's addition to (reasoning, answer)."""
         self._held += text
         return self._step()
 
     def end(self) -> str:
-        """What is left for the answer when it is over: the line breaks of one that is nothing else."""
+        """The rest, at the answer's end: line breaks, if it is nothing else."""
         rest, self._held = self._held, ""
         return rest if self._step == self._before else ""
 
-    # Each step takes what it can from the held text, and goes on with the next one.
+    # Each step consumes held text and continues with the next step.
 
     def _before(self) -> tuple[str, str]:
         first = self._held.lstrip("\n")

@@ -1,4 +1,4 @@
-"""A conversation to one string by the checkpoint's chat template, in a form that it can show."""
+"""Renders a conversation by the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jinja2
 from epdd.checkpoint.chat_template import FAULTS, ChatTemplate
 from epdd.errors import BadRequest
 from epdd.frontend.requests.messages import Conversation, Message
-from epdd.frontend.text.tool_prompt import spelled
+from epdd.frontend.text.tool_prompt import with_tools_in_text
 
-_MARK = "\udfff "            # a lone surrogate, which no JSON text can hold
+_MARK = "\udfff "            # a lone surrogate, which JSON text cannot hold
 
 Shield = Callable[[Any], Any]
 
 
 class Template:
-    """Renders conversations, handed over as the template can take them: contents as strings or lists, tools as tools or
-    in words."""
+    """Renders conversations in the form that the template takes: contents as strings or lists, tools as tools or in
+    text."""
 
     def __init__(self, template: ChatTemplate, placeholder: str) -> None:
         self._template = template
-        self._placeholder = placeholder     # what stands for an image where contents must be strings
+        self._placeholder = placeholder     # of an image, if contents must be strings
 
     def render(self, conversation: Conversation, shield: Shield) -> str:
         """The prompt's text; `shield` is applied to every string that came with the request.
@@ -31,7 +31,7 @@ class Template:
         Raises BadRequest if the template refuses the conversation.
         """
         try:
-            conversation = conversation if self._template.tools else spelled(conversation)
+            conversation = conversation if self._template.tools else with_tools_in_text(conversation)
             messages = [self._message(message, shield) for message in conversation.messages]
             tools = shield(conversation.tools) or None
             if conversation.continued:
@@ -42,11 +42,11 @@ class Template:
         except RecursionError:
             raise BadRequest("The messages or tools are nested too deeply", param="messages") from None
         except FAULTS:
-            # The template took others at the start, so the fault lies in the request.
+            # The template rendered others at the start, so the fault lies in the request.
             raise BadRequest("The model's chat template cannot render these messages", param="messages") from None
 
     def _continued(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
-        """Up to the end of the last message's last text, found as transformers does: by a mark behind it."""
+        """Up to the end of the last message's last text, found as in transformers: by a mark after it."""
         content = messages[-1]["content"]
         if isinstance(content, str):
             said = content
@@ -60,7 +60,7 @@ class Template:
         if not mark or said.strip() not in before:
             raise BadRequest("continue_final_message: the model's chat template does not show the last message as it "
                              "is", param="continue_final_message")
-        # Where the template took the blank behind the mark away, it would have taken the message's too.
+        # If the template stripped the blank after the mark, it would have stripped the message's too.
         return before if after.startswith(" ") else before.rstrip()
 
     def _message(self, message: Message, shield: Shield) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Tools in the prompt of a checkpoint whose chat template has no words for them (Qwen2-VL, Qwen2.5-VL, the demo).
+"""Tools in the prompt of a checkpoint whose chat template does not show them (Qwen2-VL, Qwen2.5-VL, the demo).
 
-They get the words that Qwen's later templates have: tools in the system message, calls in the assistant's text,
-results as the user's.
+They are written as in Qwen's later templates: tools in the system message, calls in the assistant's text, results in
+a user message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ For each function call, return a json object with function name and arguments wi
 _Content = str | list[str | ImageRef]
 
 
-def spelled(conversation: Conversation) -> Conversation:
-    """The same conversation without tools, calls and results, which its texts tell instead."""
+def with_tools_in_text(conversation: Conversation) -> Conversation:
+    """The same conversation, with tools, calls and results in its texts."""
     messages: list[Message] = []
     result_before = False
     for message in conversation.messages:
@@ -39,7 +39,7 @@ def spelled(conversation: Conversation) -> Conversation:
         is_result = message.role == "tool"
         if is_result:
             message = Message("user", _around("<tool_response>\n", message.content, "\n</tool_response>"))
-        if is_result and result_before:     # results that come together are one message
+        if is_result and result_before:     # consecutive results are one message
             message = Message("user", _joined(_joined(messages.pop().content, "\n"), message.content))
         messages.append(message)
         result_before = is_result

@@ -176,13 +176,13 @@ def processor_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-@case("D45", "fields of other servers", "prompt_logprobs, n_predict, options, two forms; bad_words, a choice, seed -1",
+@case("D45", "other servers' fields", "prompt_logprobs, n_predict, options, two formats; bad_words, a choice, seed -1",
       "400 naming the field and the way here; honoured", policy="a constraint is never dropped")
 async def others(house: House) -> None:
     for fields, param, way in (
             ({"prompt_logprobs": 1}, "prompt_logprobs", "use logprobs"), ({"n_predict": 4}, "n_predict", "max_tokens"),
             ({"options": {"num_predict": 4}}, "options", "into the request"),
-            ({"guided_regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "two forms")):
+            ({"guided_regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "two formats")):
         reply = await house.refused(None, "Hello", **fields)
         assert reply.error["param"] == param and way in reply.error["message"]
     assert await house.answers("Hello", n_predict=None, echo=False, prompt_logprobs=None, seed=-1) == GREETING

@@ -75,7 +75,7 @@ async def checked(answer: Any, operation: openapi.Operation) -> Any:
     """The answer's JSON, which must be as its status is documented."""
     status = answer.status
     assert status == 200 or status in operation.refusals
-    kind = operation.answer if status == 200 else operation.unwell if status == 503 else Error
+    kind = operation.answer if status == 200 else operation.unavailable if status == 503 else Error
     body = await answer.json()
     assert kind is not None and answer.content_type == "application/json"
     msgspec.convert(body, kind)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from epdd.errors import BadRequest, ContextLength, MediaError, RequestError
 from epdd.frontend.requests import inline_files
-from epdd.frontend.requests.inline_files import InlineLimits, lift
+from epdd.frontend.requests.inline_files import InlineLimits, extract
 from epdd.frontend.requests.request_validation import parse
 from epdd.frontend.requests.schema import ChatBody
 
@@ -284,8 +284,8 @@ def test_what_is_lifted_comes_back(parts: list[Any], slashes: bool, indented: bo
     body = json.dumps(data, ensure_ascii=False, indent=1 if indented else None).encode()
     if slashes:
         body = body.replace(b"/", b"\\/")
-    lifted = lift(body, InlineLimits())
-    assert len(lifted.text) + sum(len(url) for url in lifted.urls.values()) <= len(body) + 40 * len(lifted.urls)
+    found = extract(body, InlineLimits())
+    assert len(found.text) + sum(len(url) for url in found.urls.values()) <= len(body) + 40 * len(found.urls)
     asked, ignored = parse(body, ChatBody, False)
     content = asked.messages[0].content
     assert ignored == (URL, "user")
@@ -301,10 +301,10 @@ def _plain(part: Any) -> Any:
 
 def test_images_are_lifted_and_only_they() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [image(URL), image(URL + "A"), "text"]}]}).encode()
-    lifted = lift(body, InlineLimits())
-    assert list(lifted.urls.values()) == [URL, URL + "A"] and len(lifted.text) < 400
-    data = orjson.loads(lifted.text)
-    assert lifted.put_back(data) and data == json.loads(body)
+    extracted = extract(body, InlineLimits())
+    assert list(extracted.urls.values()) == [URL, URL + "A"] and len(extracted.text) < 400
+    data = orjson.loads(extracted.text)
+    assert extracted.restore(data) and data == json.loads(body)
     # Where the JSON breaks is told in bytes of what was sent.
     with pytest.raises(BadRequest, match=f"byte {len(body) - 1}"):
         parse(body[:-1] + b"!", ChatBody, False)

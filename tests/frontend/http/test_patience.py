@@ -102,21 +102,21 @@ async def test_the_slow_give_way_to_who_has_a_body(house: House) -> None:
 
 def test_fast_bodies_do_not_give_way() -> None:
     async def main() -> None:
-        from epdd.frontend.http.body import _Counted
+        from epdd.frontend.http.body import _BodyBytes
         bodies = Bodies(100 * SLOW, 100 * SLOW, 10)
         now = [100.0]
-        fast, slow = _Counted(bodies, 10), _Counted(bodies, 10)
+        fast, slow = _BodyBytes(bodies, 10), _BodyBytes(bodies, 10)
         for counted, size in ((fast, 4 * SLOW), (slow, SLOW)):
             counted._clock = lambda: now[0]
             counted._looked = 100.0
             bodies._reading.add(counted)
-            counted.patience = asyncio.timeout(None)
-            await counted.patience.__aenter__()
+            counted.deadline = asyncio.timeout(None)
+            await counted.deadline.__aenter__()
             counted.take(size)
-        assert not bodies.give_way()            # nobody's speed is known yet
+        assert not bodies.evict()            # nobody's speed is known yet
         now[0] += 2
-        assert bodies.give_way() and slow.given_way and not fast.given_way
-        assert bodies.held == 4 * SLOW and not bodies.give_way()
+        assert bodies.evict() and slow.evicted and not fast.evicted
+        assert bodies.held == 4 * SLOW and not bodies.evict()
         with pytest.raises(asyncio.CancelledError):     # its reader's way out
             await asyncio.sleep(1)
 

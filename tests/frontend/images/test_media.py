@@ -46,7 +46,7 @@ def images(family: ModelInfo, urls: Sequence[str], low: int = 0, high: int = 0, 
             async with media.images(refs, low, high) as held:
                 found = list(held.images)
                 assert media.budget.used == sum(len(image.data) for image in found)
-                held.let_go()
+                held.release()
                 assert media.budget.used == 0 and held.images == []
                 return found
         finally:

@@ -11,7 +11,7 @@ import pytest
 from epdd.errors import BadRequest
 from epdd.families import ModelInfo
 from epdd.frontend.requests import completion_requests, fields
-from epdd.frontend.requests.field_table import HARMLESS, REFUSED, TAKEN
+from epdd.frontend.requests.field_table import HARMLESS, REFUSED, HONOURED
 from epdd.frontend.requests.schema import ChatBody, CompletionBody
 
 CHAT, TEXT = frozenset(ChatBody.__struct_fields__), frozenset(CompletionBody.__struct_fields__)
@@ -24,7 +24,7 @@ def chat(family: ModelInfo, strict: bool = False, **sent: Any) -> completion_req
 
 
 def test_the_table_and_the_definitions_agree() -> None:
-    assert TAKEN.keys() == CHAT | TEXT
+    assert HONOURED.keys() == CHAT | TEXT
     # What one endpoint takes the other refuses, with the way.
     assert CHAT ^ TEXT <= REFUSED.keys() and not REFUSED.keys() & CHAT & TEXT
     assert not HARMLESS.keys() & (REFUSED.keys() | CHAT | TEXT)
@@ -32,7 +32,7 @@ def test_the_table_and_the_definitions_agree() -> None:
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text().strip() == fields.page(ChatBody.__struct_fields__, CompletionBody.__struct_fields__).strip()
-    assert all(f"| `{name}`" in PAGE.read_text() for name in (*TAKEN, *REFUSED, *HARMLESS))
+    assert all(f"| `{name}`" in PAGE.read_text() for name in (*HONOURED, *REFUSED, *HARMLESS))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - CHAT))
@@ -43,7 +43,7 @@ def test_each_refused_field_says_the_way(family: ModelInfo, name: str) -> None:
             with pytest.raises(BadRequest) as caught:
                 chat(family, strict, **{name: value})
         assert caught.value.param == name and caught.value.status == 400
-        assert caught.value.message == f"{name} is not supported: {row.way}"
+        assert caught.value.message == f"{name} is not supported: {row.instead}"
     for value in (None, *row.same):
         asked = chat(family, True, **{name: value})
         assert asked.ignored == (name,) and asked.sampling == plain.sampling and asked.structure == plain.structure

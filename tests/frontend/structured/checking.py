@@ -9,13 +9,13 @@ import uvloop
 
 from epdd.frontend.structured import structured_output
 from epdd.frontend.structured.grammar_checker import GrammarChecker
-from epdd.frontend.structured.structured_output import Structure
+from epdd.frontend.structured.structured_output import StructuredOutput
 
 _runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 _checker = GrammarChecker()
 
 
-def check(structure: Structure) -> None:
+def check(structure: StructuredOutput) -> None:
     """Raises BadRequest."""
     _runner.run(structured_output.check(structure, _checker))
 

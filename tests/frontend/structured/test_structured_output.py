@@ -9,7 +9,7 @@ import pytest
 
 from epdd.errors import BadRequest
 from epdd.frontend.structured import structured_output
-from epdd.frontend.structured.structured_output import Structure
+from epdd.frontend.structured.structured_output import StructuredOutput
 from tests.models import schemas
 
 from tests.frontend.structured.checking import check
@@ -19,7 +19,7 @@ PROPERTIES = {f"p{at}": {} for at in range(500)}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": OBJECT}}
 
 
-def prepared(**fields: Any) -> Structure:
+def prepared(**fields: Any) -> StructuredOutput:
     """As the endpoint does it: shapes, then compiling."""
     structure = structured_output.parse(fields)
     check(structure)
@@ -114,7 +114,7 @@ def test_random_schemas_are_taken(seed: int) -> None:
 
 def test_text_asks_nothing() -> None:
     for value in (None, {"type": "text"}, {"type": "text", "json_schema": None}):
-        assert prepared(response_format=value) == Structure()
+        assert prepared(response_format=value) == StructuredOutput()
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -157,7 +157,7 @@ def test_bad_tools(fields: dict[str, Any], param: str) -> None:
 def test_what_tools_need_no_grammar() -> None:
     for fields in ({}, {"tools": None, "tool_choice": None}, {"tools": []}, {"tool_choice": "none"},
                    {"tool_choice": "auto"}, {"tools": [LOOK], "tool_choice": "none"}):
-        assert prepared(**fields) == Structure()
+        assert prepared(**fields) == StructuredOutput()
 
 
 def test_tools_are_kept_for_the_template_as_they_came() -> None:

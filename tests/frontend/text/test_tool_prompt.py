@@ -8,7 +8,7 @@ from typing import Any
 from epdd.checkpoint import chat_template
 from epdd.frontend.requests.messages import Conversation, ImageRef, Message
 from epdd.frontend.text.template import Template
-from epdd.frontend.text.tool_prompt import spelled
+from epdd.frontend.text.tool_prompt import with_tools_in_text
 
 from tests.frontend.conftest import build_checkpoint
 
@@ -19,7 +19,7 @@ BARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 def test_tools_join_the_system_message() -> None:
-    said = spelled(Conversation([Message("system", "Be brief."), Message("user", "hi")], [TOOL]))
+    said = with_tools_in_text(Conversation([Message("system", "Be brief."), Message("user", "hi")], [TOOL]))
     assert said.tools == [] and [message.role for message in said.messages] == ["system", "user"]
     system = said.messages[0].content
     assert isinstance(system, str) and system.startswith("Be brief.\n\n# Tools\n\n")
@@ -29,14 +29,14 @@ def test_tools_join_the_system_message() -> None:
 
 
 def test_tools_make_a_system_message() -> None:
-    said = spelled(Conversation([Message("user", "hi")], [TOOL, TOOL]))
+    said = with_tools_in_text(Conversation([Message("user", "hi")], [TOOL, TOOL]))
     assert [message.role for message in said.messages] == ["system", "user"]
     assert said.messages[0].content.count('"look"') == 2        # type: ignore[union-attr]
 
 
 def test_calls_and_results_become_text() -> None:
     image = ImageRef("data:", "p")
-    said = spelled(Conversation([
+    said = with_tools_in_text(Conversation([
         Message("user", "hi"), Message("assistant", "", {"tool_calls": [CALL, CALL], "name": "x"}),
         Message("tool", "a cat", {"tool_call_id": "c1"}), Message("tool", ["see ", image], {"tool_call_id": "c1"}),
         Message("assistant", "So:", {"tool_calls": [CALL]}), Message("tool", "{}"), Message("user", "and?")]))
@@ -51,7 +51,7 @@ def test_calls_and_results_become_text() -> None:
 
 def test_nothing_changes_without_tools() -> None:
     conversation = Conversation([Message("user", "hi"), Message("assistant", "yes"), Message("user", ["a", "b"])])
-    assert spelled(conversation) == conversation
+    assert with_tools_in_text(conversation) == conversation
 
 
 def test_a_template_that_knows_tools_is_left_alone(tmp_path: Path) -> None:

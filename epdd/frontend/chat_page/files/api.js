@@ -6,7 +6,7 @@ const KEY = "epdd-api-key"; // in sessionStorage: gone with the tab
 export class ApiError extends Error {
   constructor(message, status = 0, code = "") {
     super(message);
-    this.status = status; // 0: there was none
+    this.status = status; // 0: none
     this.code = code;
   }
 }
@@ -30,7 +30,7 @@ async function get(address, options) {
   return answer;
 }
 
-// The server's own words where it has said something.
+// The server's error message, if it sent one.
 async function failure(answer) {
   const { error } = await answer.json().catch(() => ({}));
   return new ApiError(error?.message ?? `The server answered ${answer.status} ${answer.statusText}`, answer.status,
@@ -57,7 +57,7 @@ export async function* complete(body, signal) {
   let text = "";
   while (true) {
     const { done, value } = await reader.read().catch((error) => {
-      throw error.name === "AbortError" ? error : new ApiError("The connection broke in the middle of the answer");
+      throw error.name === "AbortError" ? error : new ApiError("The connection broke during the answer");
     });
     if (done) throw new ApiError("The connection ended before the answer did");
     const events = (text + value).split("\n\n");

@@ -1,5 +1,5 @@
-// What is about to be asked: text, and images in a tray.  [image 2] in the text is where image 2 goes; images that the
-// text does not place come before it.
+// The question being written: text, and images in a tray.  [image 2] in the text is the place of image 2; images
+// without a place come before the text.
 
 import { by, make } from "./dom.js";
 
@@ -11,7 +11,7 @@ export class Composer {
     this.field = by("question");
     this.field.addEventListener("input", () => this.grow());
     this.field.addEventListener("keydown", (event) => {
-      // While an input method composes, Enter is its own.
+      // While an input method composes, Enter belongs to it.
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       send();
@@ -65,7 +65,7 @@ export class Composer {
     by("notice").textContent = text;
   }
 
-  // Text and images in the order in which they are asked; empty if there is nothing.
+  // Text and images in order; empty if there are none.
   parts() {
     const pieces = this.field.value.trim().split(MARK); // text, number, text, number, ..., text
     const placed = new Set();

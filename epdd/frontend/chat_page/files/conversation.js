@@ -1,5 +1,5 @@
-// Questions and answers so far.  An exchange that brought no answer is shown but not sent again with the next one: a
-// picture that the server refuses would otherwise spoil all that follows.
+// Questions and answers so far.  An exchange without an answer is shown but not sent again with the next one: else a
+// picture that the server refuses would make all later requests fail.
 
 import * as api from "./api.js";
 import { by, make } from "./dom.js";
@@ -7,8 +7,8 @@ import { picture } from "./composer.js";
 import { number, seconds } from "./format.js";
 
 export class Conversation {
-  // `options()` are the fields of a request besides its messages, `locked` is told of an answer 401, `said` of what
-  // a person who does not see the page should hear, `edit` gets the parts of a question that is to be changed.
+  // `options()` are the fields of a request besides its messages, `locked` is called on a 401, `said` with text for
+  // screen readers, `edit` with the parts of a question to change.
   constructor({ options, locked, said, edit, changed }) {
     Object.assign(this, { options, locked, said, edit, changed });
     this.exchanges = [];
@@ -147,7 +147,7 @@ function content(parts) {
     image ? { type: "image_url", image_url: { url: image.url } } : { type: "text", text });
 }
 
-// Changes the page and keeps its end in sight, unless the reader has gone up.
+// Changes the page and keeps its end in view, unless the user has scrolled up.
 function follow(element, change = () => element.scrollIntoView({ block: "end" })) {
   const talk = by("talk");
   const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;

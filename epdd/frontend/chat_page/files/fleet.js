@@ -1,4 +1,4 @@
-// The fleet as the daemon reports it once a second, while somebody can see the page.
+// The fleet as the daemon reports it once a second, while the page is visible.
 
 import * as api from "./api.js";
 import { by, make, say } from "./dom.js";
@@ -9,7 +9,7 @@ const EVERY_MS = 1000;
 const RATE_S = 5; // that requests per second are averaged over
 
 export class Fleet {
-  // `locked` is told of an answer 401, `said` of changes that a person who does not see the page should hear of.
+  // `locked` is called on a 401, `said` with changes for screen readers.
   constructor(locked, said) {
     this.locked = locked;
     this.said = said;
@@ -24,7 +24,7 @@ export class Fleet {
     document.addEventListener("visibilitychange", () => this.tick());
   }
 
-  // Looks now, and then again and again.
+  // Polls the status.
   async tick() {
     clearTimeout(this.timer);
     if (document.hidden) return;
@@ -130,7 +130,7 @@ export class Fleet {
     const at = status.uptime_s ?? performance.now() / 1000;
     const sample = { at, ended: requests.completed ?? 0, firsts: requests.ttft_s?.count, waited: requests.ttft_s?.sum };
     const last = this.samples.at(-1);
-    if (last && at < last.at) { // the daemon has started anew
+    if (last && at < last.at) { // the daemon has restarted
       this.samples = [];
       Object.values(this.plots).forEach((plot) => plot.clear());
     } else if (last && at > last.at) {
@@ -177,7 +177,7 @@ function fill(row, worker, part) {
   bar(share.lastChild, [[device === "cpu" ? "cpu" : "gpu", part ?? 0]]);
 }
 
-// Not broken between its words.
+// Without line breaks between its words.
 const whole = (text) => text.replaceAll(" ", "\u00a0");
 
 function notes(worker) {

@@ -27,7 +27,7 @@ function send() {
   conversation.ask(parts);
 }
 
-// Only what was set: the rest is as the checkpoint says.  The server judges the values.
+// Only fields that were set: the checkpoint gives the others.  The server checks the values.
 function options() {
   const fields = [...by("settings").querySelectorAll("input")].filter((field) => field.value !== "");
   return Object.fromEntries(fields.map((field) => [field.name, Number(field.value)]));
@@ -40,7 +40,7 @@ function changed() {
   const focused = document.activeElement;
   by("stop").hidden = !running;
   by("send").hidden = running;
-  // A button that goes must not take the focus with it.
+  // Hiding a focused button would lose the focus.
   if (focused === by("send") || focused === by("stop") || focused === by("clear") && !exchanges.length
       || focused === document.body) {
     (running ? by("stop") : by("question")).focus({ preventScroll: true });
@@ -54,7 +54,7 @@ function toggle(button, open) {
 
 function view(name) {
   document.body.dataset.view = name;
-  by("view").textContent = name === "fleet" ? "Chat" : "Fleet"; // where it leads
+  by("view").textContent = name === "fleet" ? "Chat" : "Fleet"; // the other view
 }
 
 by("stop").addEventListener("click", () => conversation.stop());
@@ -95,5 +95,5 @@ async function showExamples() {
 }
 
 fleet.tick();
-showExamples().catch(() => {}); // they are only an offer; that the server is away is said at the top
+showExamples().catch(() => {}); // optional; the top of the page shows a missing server
 if (matchMedia("(pointer: fine)").matches) by("question").focus(); // elsewhere it would raise the keyboard

@@ -4,7 +4,7 @@ import { make } from "./dom.js";
 import { number } from "./format.js";
 
 const SPAN_S = 120;
-const GAP_S = 3.5; // between samples that a line still joins: the page was hidden, or the server away
+const GAP_S = 3.5; // a line joins samples up to this far apart
 const WIDTH = 240, HEIGHT = 40; // in the drawing's own units
 const HEAD = 0.25; // of the height stays free for the highest value's label
 const SVG = "http://www.w3.org/2000/svg";

@@ -1,7 +1,6 @@
-"""The one form that an answer may be held to, in every server's spelling: a JSON schema, a regular expression, a choice
-or a grammar.
+"""The format of an answer, in every server's fields: a JSON schema, a regular expression, a choice or a grammar.
 
-Each spelling becomes llguidance's Lark here, by shape and size alone; `structured.check` compiles it.
+Each becomes llguidance's Lark here, after checks of shape and size; `structured_output.check` has it compiled.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from epdd.frontend.http import json_cost
 from epdd.frontend.structured import gbnf
 from epdd.frontend.structured.tool_schema import REGEX_CHARS_MAX, schema
 
-# The library takes up to half a second of a worker to compile so much, and the time grows with the square.
+# llguidance takes up to half a second of a worker to compile this much, and the time grows with the square.
 EBNF_CHARS_MAX = 16 << 10
-LARK_CHARS_MAX = 8 << 10        # its expressions say as much in half the characters
-# A chain of 2,000 rules ends the process: its compiler calls itself for each.  Every rule of Lark has a colon.
+LARK_CHARS_MAX = 8 << 10        # Lark needs half the characters of EBNF
+# A chain of 2,000 rules ends the process: llguidance's compiler recurses for each.  Every rule of Lark has a colon.
 COLONS_MAX = 500
 CHOICES_MAX = 2000
 CHOICE_CHARS_MAX = 64 << 10     # of all together
 
 _ANY_OBJECT = {"type": "object"}
-# Fields that ask for a form by themselves, and for which kind of it.
+# Fields that are a format by themselves -> its kind.
 _SPELLINGS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
               "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar", "format": "json"}
 FIELDS = ("response_format", "structured_outputs", *_SPELLINGS)
-# Keys of vLLM's structured_outputs besides the forms, with what they may say: the spacing of JSON is set here.
+# Keys of vLLM's structured_outputs besides the formats; refused if set, because the spacing of JSON is fixed.
 _SPACING = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties", "whitespace_pattern")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
@@ -39,34 +38,34 @@ _Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What an answer must look like."""
+class ResponseFormat:
+    """A format as Lark."""
 
-    param: str                  # the field that asks for it
+    param: str                  # the field that requests it
     lark: str                   # a term, or a whole grammar with its own start
-    whole: bool = False
+    whole: bool = False         # `lark` is a whole grammar
 
     @property
     def grammar(self) -> str:
         return self.lark if self.whole else f"start: {self.lark}"
 
 
-def parse(data: _Json) -> Form | None:
-    """The form that a request's fields ask for; None: any text.
+def parse(data: _Json) -> ResponseFormat | None:
+    """The format that a request's fields ask for; None: any text.
 
-    Raises BadRequest naming the field, also where two fields ask for a form.
+    Raises BadRequest naming the field, also if two fields ask for a format.
     """
-    found: Form | None = None
-    for param, kind, value in _asked(data):
+    found: ResponseFormat | None = None
+    for param, kind, value in _requested(data):
         if found:
-            raise BadRequest(f"{found.param} and {param} ask for two forms of one answer; send one of them",
+            raise BadRequest(f"{found.param} and {param} ask for two formats of one answer; send one of them",
                              param=param)
-        found = _form(param, kind, value)
+        found = _format(param, kind, value)
     return found
 
 
-def _asked(data: _Json) -> Iterator[tuple[str, str, Any]]:
-    """(field, kind of form, what it says) of each form that is asked for."""
+def _requested(data: _Json) -> Iterator[tuple[str, str, Any]]:
+    """(field, kind, value) of each format that is requested."""
     yield from _response_format(data.get("response_format"))
     outputs = data.get("structured_outputs") or {}
     for key, value in outputs.items():
@@ -88,24 +87,24 @@ def _asked(data: _Json) -> Iterator[tuple[str, str, Any]]:
             yield name, kind, value
 
 
-def _form(param: str, kind: str, value: Any) -> Form:
+def _format(param: str, kind: str, value: Any) -> ResponseFormat:
     if kind == "json_object":
         if value is not True:
             raise BadRequest(f"{param} must be true or false", param=param)
-        return Form(param, schema(_ANY_OBJECT, True, param))
+        return ResponseFormat(param, schema(_ANY_OBJECT, True, param))
     if kind == "json":
-        return Form(param, schema(_schema(value, param), True, param))
+        return ResponseFormat(param, schema(_schema(value, param), True, param))
     if kind == "choice":
-        return Form(param, _choice(value, param))
+        return ResponseFormat(param, _choice(value, param))
     if not isinstance(value, str):
         raise BadRequest(f"{param} must be a string", param=param)
     if kind == "regex":
-        return Form(param, _regex(value, param))
-    return Form(param, _grammar(value, param), whole=True)
+        return ResponseFormat(param, _regex(value, param))
+    return ResponseFormat(param, _grammar(value, param), whole=True)
 
 
 def _schema(value: Any, param: str) -> _Json:
-    """As an object, or as a string of JSON."""
+    """From an object, or a string of JSON."""
     if isinstance(value, str):
         json_cost.check(value.encode(), param)
         try:
@@ -124,12 +123,12 @@ def _choice(value: Any, param: str) -> str:
     if len(value) > CHOICES_MAX or chars > CHOICE_CHARS_MAX:
         raise BadRequest(f"{param} holds {len(value)} strings of {chars} characters; at most {CHOICES_MAX} of "
                          f"{CHOICE_CHARS_MAX} are allowed", param=param)
-    # As one expression: as alternatives of a rule 9,000 take four times as long.
+    # One expression: 9,000 alternatives of a rule take four times as long.
     return "/" + "|".join(_slashed(_quoted(text)) for text in value) + "/"
 
 
 def _quoted(text: str) -> str:
-    """A regular expression that is this text."""
+    """A regular expression that matches this text alone."""
     return "".join(char if char.isalnum() or char == " " or ord(char) > 127 else f"\\x{{{ord(char):x}}}"
                    for char in text) or "()"
 
@@ -137,7 +136,7 @@ def _quoted(text: str) -> str:
 def _regex(value: str, param: str) -> str:
     if len(value) > REGEX_CHARS_MAX:
         raise BadRequest(f"{param} has {len(value)} characters; at most {REGEX_CHARS_MAX} are allowed", param=param)
-    # The whole answer must match, so anchors at the ends say nothing new; the library knows none.
+    # The whole answer must match, so anchors at the ends are redundant; llguidance has none.
     value = value.removeprefix("^")
     if value.endswith("$") and (len(value) - len(value[:-1].rstrip("\\"))) % 2:
         value = value[:-1]
@@ -145,7 +144,7 @@ def _regex(value: str, param: str) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """As it may stand between slashes on one line."""
+    """Escaped for a place between slashes on one line."""
     return _SLASH.sub(lambda found: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0]), regex)
 
 
@@ -159,7 +158,7 @@ def _grammar(value: str, param: str) -> str:
         except ValueError as error:
             raise BadRequest(f"{param}: {error}", param=param) from None
     if value.count(":") > COLONS_MAX:
-        raise BadRequest(f"{param} has over {COLONS_MAX} rules, which a colon each begins", param=param)
+        raise BadRequest(f"{param} has over {COLONS_MAX} colons; each rule has one", param=param)
     return value
 
 

@@ -16,7 +16,7 @@ from epdd import grammar
 from epdd.errors import BadRequest
 from epdd.families import ModelInfo
 from epdd.frontend.requests import completion_requests
-from epdd.frontend.structured import constraints, structured_output
+from epdd.frontend.structured import response_format, structured_output
 from epdd.frontend.structured.tool_schema import REGEX_CHARS_MAX
 
 from tests.frontend.structured.checking import check
@@ -47,7 +47,7 @@ def tokenizer() -> llguidance.LLTokenizer:
 
 
 def fits(sent: dict[str, Any], answer: str) -> bool:
-    form = constraints.parse(sent)
+    form = response_format.parse(sent)
     assert form
     matcher = grammar.begin(form.grammar, tokenizer())
     assert not grammar.fault(matcher), grammar.fault(matcher)
@@ -81,7 +81,7 @@ def test_what_asks_for_nothing() -> None:
     for sent in ({}, {"structured_outputs": {}}, {"guided_regex": ""}, {"format": ""}, {"regex": None},
                  {"structured_outputs": {"json_object": False, "regex": None, "disable_any_whitespace": False}},
                  {"response_format": {"type": "text"}}):
-        assert constraints.parse(sent) is None
+        assert response_format.parse(sent) is None
 
 
 @pytest.mark.parametrize(("sent", "param"), [

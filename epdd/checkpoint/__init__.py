@@ -1,7 +1,7 @@
-"""What lies in a model folder, looked at once and without torch, before any worker is started.
+"""Reads a model folder once, without torch, before any worker starts.
 
-`look(folder)` reads the JSON files and the headers of the safetensors files, and returns a `Look`, or raises ModelError
-with one sentence: which file, what is wrong, what to do.
+`look(folder)` reads the JSON files and the headers of the safetensors files and returns a `Look`.  If epdd cannot serve
+the folder, it raises ModelError with one sentence: the file, what is wrong, what to do.
 """
 
 from epdd.checkpoint.look import Look, PromptFiles, look, prompt_files

@@ -1,6 +1,6 @@
-"""A checkpoint's chat template: where it is, which forms of a conversation it can show, how it ends an answer.
+"""A checkpoint's chat template: its file, which forms of messages it renders, and how it ends an answer.
 
-Rendered as transformers does.
+Templates are rendered as transformers does it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from epdd.families.files import read_json
 
 _PROBE = "epdd-probe"
 _TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
-# A list of parts that was printed as Python or JSON writes it is no text.
+# The template printed the list of parts itself, as Python or JSON, instead of the text in it.
 _PRINTED = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# What a template raises on a conversation that its author never met, or on every one.
+# What a template may raise if it does not handle a conversation.
 FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _FAULTS = (*FAULTS, MemoryError)
 
 
 class ChatTemplate:
-    """A compiled template.  Some read only string contents, others only lists, some know no tools, and some demand a
-    system message: all are tried."""
+    """A compiled template.  Some templates take only strings as content, some only lists, some have no tools, and some
+    require a system message: test renderings tell which."""
 
     def __init__(self, source: str, tokens: dict[str, str], path: str = "chat_template.jinja") -> None:
-        """`tokens`: texts of the special tokens by their names.  `path`: the file that it is from, for messages.
+        """`tokens`: name of a special token -> its text.  `path`: file of the template, for error messages.
 
-        Raises ModelError if it cannot be compiled, or shows no user text.
+        Raises ModelError if the template does not compile or renders no user text.
         """
         self.source = source
         self.path = path
@@ -60,12 +60,12 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], tools: Any, options: dict[str, Any],
                add_generation_prompt: bool = True) -> str:
-        """The prompt's text.  Raises what Jinja and the template's own code raise."""
+        """Text of the prompt.  Raises what Jinja and the code of the template raise: FAULTS."""
         return self._template.render(messages=messages, tools=tools, documents=None,
                                      add_generation_prompt=add_generation_prompt, **{**self.tokens, **options})
 
     def shows_image(self, token: str) -> bool:
-        """Whether an image in a user's list of parts becomes `token`, once.  Those of strings are told of it by us."""
+        """Whether an image in a list of parts is rendered as one `token`.  With string contents epdd writes it."""
         if not self.lists:
             return True
         try:
@@ -75,7 +75,7 @@ class ChatTemplate:
             return False
 
     def end_of_turn(self) -> str:
-        """What follows an assistant's answer; empty where that cannot be told."""
+        """Text that the template writes after an assistant's answer; empty if that cannot be found out."""
         form: Callable[[str], Any] = (lambda text: text) if self.strings else (
             lambda text: [{"type": "text", "text": text}])
         messages = [*self._conversation(form("a")), {"role": "assistant", "content": form(_PROBE)}]
@@ -90,7 +90,7 @@ class ChatTemplate:
         return [*first, {"role": "user", "content": content}]
 
     def _shows(self, content: Any, tools: Any = None) -> bool:
-        """Whether the probe, in one of them, is in the text."""
+        """Whether the prompt contains the probe that `content` or `tools` holds."""
         try:
             text = self.render(self._conversation(content), tools, {})
         except _FAULTS:
@@ -99,7 +99,7 @@ class ChatTemplate:
 
 
 def load(root: Path) -> ChatTemplate:
-    """The template of a checkpoint folder.  Raises ModelError if there is none or it is damaged."""
+    """The template of a checkpoint folder.  Raises ModelError if it is missing or damaged."""
     path = root / "tokenizer_config.json"
     settings = read_json(path, {})
     source, file = _source(root, settings)
@@ -107,7 +107,7 @@ def load(root: Path) -> ChatTemplate:
 
 
 def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The texts of the special tokens that tokenizer_config.json names, by their names there.  Raises ModelError."""
+    """Name -> text of the special tokens in tokenizer_config.json.  Raises ModelError."""
     found = {}
     for name in _TOKENS:
         value = settings.get(name)
@@ -120,8 +120,8 @@ def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _source(root: Path, settings: dict[str, Any]) -> tuple[str, Path]:
-    """The text, and its file.  In transformers' order: the processor's settings, its older file, a file of its own,
-    the tokenizer's settings."""
+    """The template and its file, searched in transformers' order: processor_config.json, chat_template.json,
+    chat_template.jinja, tokenizer_config.json."""
     for name in ("processor_config.json", "chat_template.json"):
         path = root / name
         value = read_json(path, {}).get("chat_template")
@@ -142,7 +142,7 @@ def _source(root: Path, settings: dict[str, Any]) -> tuple[str, Path]:
 
 
 def _default(value: Any, path: Path) -> str:
-    """The template itself, or of several the one named "default"."""
+    """The template, or if there are several the one named "default"."""
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {item.get("name"): item.get("template") for item in value}
     if isinstance(value, dict):
@@ -155,7 +155,7 @@ def _default(value: Any, path: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks what a model learns from; here its body is shown as it is."""
+    """`{% generation %}` ... `{% endgeneration %}` marks text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -180,7 +180,7 @@ def _environment() -> jinja2.Environment:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
+    # Jinja's own filter escapes for HTML, and models were not trained on that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

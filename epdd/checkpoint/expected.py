@@ -1,6 +1,6 @@
-"""The tensors that a checkpoint of each family has, by config.json alone: names as transformers 5 loads them, shapes.
+"""Names and shapes of the tensors that a checkpoint must have, computed from config.json.
 
-Names of older layouts are brought to those by the renamings that transformers does at loading.
+Names are those that transformers 5 loads.  Names of older layouts are translated as transformers does at loading.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 from epdd.families.files import Fields
 from epdd.families.model_info import text_fields
 
-# All families call their tower "visual", in each layout that they had; whatever else there is belongs to the language
-# model.
+# In every layout of every family the vision tower is called "visual".  All other tensors are the language model's.
 OF_VISION = r"\bvisual\."
 VISION, LANGUAGE = "model.visual.", "model.language_model."
 HEAD, EMBEDDING = "lm_head.weight", LANGUAGE + "embed_tokens.weight"
@@ -22,11 +21,11 @@ HEAD, EMBEDDING = "lm_head.weight", LANGUAGE + "embed_tokens.weight"
 TensorShape = tuple[int, ...]
 Named = tuple[str, TensorShape]
 
-# Tensors that some checkpoints hold beside the weights: rotary tables, which are computed from the settings, and layers
-# that predict more than one token, which are not used.
+# Tensors that some checkpoints have and epdd ignores: rotary tables, which are computed from the settings, and layers
+# for multi-token prediction.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.inv_freq$|^(model\.)?mtp\.")
 
-# What transformers takes where config.json is silent.
+# transformers' defaults for fields that config.json leaves out.
 _QWEN2_TEXT = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
                "num_key_value_heads": 8, "vocab_size": 152064}
 TEXT_DEFAULTS = {
@@ -46,24 +45,24 @@ DEEPSTACK = [8, 16, 24]
 
 @dataclass(frozen=True)
 class Expected:
-    """`tied`: HEAD and EMBEDDING are one, and either may be left out."""
+    """`tied`: HEAD and EMBEDDING are the same matrix, so one of them may be missing."""
 
     shapes: dict[str, TensorShape]
     tied: bool
 
 
 def expected(config: Fields) -> Expected:
-    """What a checkpoint with this config.json holds.  Raises ModelError for a field that is no size."""
+    """Tensors of a checkpoint with this config.json.  Raises ModelError for a field that is not a size."""
     kind = str(config.get("model_type"))
     text, vision = text_fields(config), config.part("vision_config")
     tied = config.flag("tie_word_embeddings", False)
-    if kind != "qwen3_vl":      # where transformers looks below the top level too
+    if kind != "qwen3_vl":      # transformers reads it in text_config too
         tied = tied or text.flag("tie_word_embeddings", False)
     return Expected(dict([*_language(kind, text), *_vision(kind, vision)]), tied)
 
 
 def canonical(kind: str, name: str) -> str:
-    """The name that transformers loads a tensor under, for each layout that the family had."""
+    """The name under which transformers loads a tensor, from its name in any layout of the family."""
     if kind == "qwen3_vl":
         return name
     name = re.sub(r"^visual", "model.visual", name)
@@ -71,7 +70,7 @@ def canonical(kind: str, name: str) -> str:
 
 
 def is_vision(name: str) -> bool:
-    """Whether a tensor, stored under this name, belongs to the vision tower."""
+    """Whether a tensor stored under this name belongs to the vision tower."""
     return re.search(OF_VISION, name) is not None
 
 
@@ -148,12 +147,12 @@ def _linear(name: str, outs: int, ins: int) -> Iterator[Named]:
 
 def _norm(name: str, width: int, kind: str) -> Iterator[Named]:
     yield name + ".weight", (width,)
-    if kind != "qwen2_5_vl":        # whose norms are RMS norms
+    if kind != "qwen2_5_vl":        # its norms are RMS norms
         yield name + ".bias", (width,)
 
 
 class _Sizes:
-    """Sizes out of one section, with transformers' defaults."""
+    """Sizes from one section of config.json, with transformers' defaults."""
 
     def __init__(self, fields: Fields, defaults: dict[str, int]) -> None:
         self._fields, self._defaults = fields, defaults
@@ -162,11 +161,11 @@ class _Sizes:
         return self._fields.whole(key, self._defaults[key], least=1)
 
     def absent(self, key: str, null: int) -> int:
-        """What stands for an absent field, where null has a meaning of its own."""
+        """Value of a missing field if null has another meaning, `null`."""
         return null if self._fields.has(key) else self._defaults[key]
 
     def side(self, key: str) -> int:
-        """One that may be written as a list of equal ones."""
+        """A size that may be written as a list of equal sizes."""
         value: Any = self._fields.get(key)
         if isinstance(value, list) and len(set(map(str, value))) == 1 and isinstance(value[0], int):
             return value[0]

@@ -1,4 +1,4 @@
-"""The headers of safetensors files: each tensor's type, shape and place.  No weight is read."""
+"""Headers of safetensors files: type, shape and position of each tensor.  Reads no weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "
         "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8}
 
 
-# Types that weights are simply converted from, and what transformers calls them; float64 is computed in float32.
+# Types of weights that need no scales, and transformers' names for them; float64 is computed in float32.
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as a file's header tells of it."""
+    """One tensor as the header of a file describes it."""
 
     file: Path
     dtype: str                  # as safetensors spells it: "BF16", "F8_E4M3", ...
@@ -37,15 +37,15 @@ class Tensor:
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The files that are loaded, in transformers' order: one file of the usual name, else the index's shards.
+    """The weights files that are loaded, as in transformers: model.safetensors, else the shards of the index.
 
-    Others that lie beside them (consolidated.safetensors, an adapter) are left alone.  Raises ModelError if there are
-    none, or if one that the index names is missing.
+    Other files in the folder (consolidated.safetensors, an adapter) are ignored.  Raises ModelError if there are no
+    weights, or if a shard is missing.
     """
     return _files(root, _weight_map(root))
 
@@ -60,7 +60,7 @@ def _files(root: Path, listed: dict[str, str]) -> list[Path]:
 
 
 def _weight_map(root: Path) -> dict[str, str]:
-    """The shard of each tensor, as the index says; empty if the one file of the usual name is there.
+    """Tensor -> shard as the index says; empty if there is one model.safetensors.
 
     Raises ModelError, also if there is neither.
     """
@@ -70,10 +70,10 @@ def _weight_map(root: Path) -> dict[str, str]:
         raise ModelError(_no_weights(root)[1])
     index = read_json(root / INDEX)
     with (root / INDEX).open("rb") as file:
-        # In all other files it does no harm; this one transformers reads itself.
+        # transformers reads this file itself and fails at a byte order mark; in all other files it does no harm.
         if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
             raise ModelError(f"{root / INDEX}: begins with a byte order mark; save it without, or download it again")
-    if not isinstance(index.get("metadata"), dict):     # transformers asks for it
+    if not isinstance(index.get("metadata"), dict):     # transformers requires it
         raise ModelError(f"{root / INDEX}: metadata is no object; download the file again")
     found = index.get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
@@ -84,7 +84,7 @@ def _weight_map(root: Path) -> dict[str, str]:
 
 
 def all_tensors(root: Path) -> dict[str, Tensor]:
-    """The tensors of all files that are loaded.  Raises ModelError, also if index and shards disagree."""
+    """Tensors of all files that are loaded.  Raises ModelError, also if index and shards disagree."""
     found: dict[str, Tensor] = {}
     listed = _weight_map(root)
     for path in _files(root, listed):
@@ -105,7 +105,7 @@ def all_tensors(root: Path) -> dict[str, Tensor]:
 
 
 def dtype(tensors: Mapping[str, Tensor]) -> str:
-    """What weights are to be taken for where config.json names no type: that of most of their numbers."""
+    """Type of the weights if config.json names none: the type of most elements."""
     counts = Counter[str]()
     for tensor in tensors.values():
         if tensor.dtype in DTYPES:
@@ -114,7 +114,7 @@ def dtype(tensors: Mapping[str, Tensor]) -> str:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file.  Raises ModelError if it is no safetensors file, or shorter than its header says."""
+    """Tensors of one file.  Raises ModelError if it is not a safetensors file, or shorter than its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
@@ -131,7 +131,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _checked(path: Path, header: object, offset: int, size: int) -> dict[str, Tensor]:
-    """The header's tensors, which must fill the file without gap or overlap, as the format asks."""
+    """Tensors of a header.  The format requires that they fill the file without gap or overlap."""
     found: dict[str, Tensor] = {}
     try:
         assert isinstance(header, dict)
@@ -158,7 +158,7 @@ def _checked(path: Path, header: object, offset: int, size: int) -> dict[str, Te
 
 
 def no_model(root: Path) -> str:
-    """Why a folder without config.json is none that could be served, and what to do."""
+    """Message: why a folder without config.json cannot be served, and what to do."""
     if root.is_file():
         return f"{root}: a file; name its folder, {root.parent}"
     if not root.is_dir():
@@ -174,7 +174,7 @@ def no_model(root: Path) -> str:
 
 
 def _no_weights(root: Path) -> tuple[str, str]:
-    """Why there is nothing to load: its kind in a word, and a sentence that also says what to do."""
+    """Why there are no weights to load: the kind as one word, and a sentence that says what to do."""
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     for path in (root / name for name in (*names, "config.json")):
         if path.is_symlink() and not path.exists():

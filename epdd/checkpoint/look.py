@@ -1,4 +1,4 @@
-"""One look at a model folder: what it is, what it needs, whether it can be served."""
+"""Reads a model folder: what it is, what it needs, whether epdd can serve it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, ModelInfo
 from epdd.families.files import Fields
 
-# What is put before each tensor's name where not the model itself is saved but what it was wrapped in.
+# Prefixes of tensor names if a wrapper was saved instead of the model itself.
 PREFIXES = {
     "module.": "DistributedDataParallel; save what it holds (model.module.save_pretrained), or take the prefix off",
     "_orig_mod.": "torch.compile; save what it holds (model._orig_mod.save_pretrained), or take the prefix off",
@@ -27,7 +27,7 @@ PREFIXES = {
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """What makes token ids of a conversation."""
+    """What turns a conversation into token ids."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -35,32 +35,32 @@ class PromptFiles:
 
 @dataclass(frozen=True)
 class Look:
-    """What lies in a folder that can be served."""
+    """Facts of a checkpoint that epdd can serve."""
 
     folder: str
-    name: str                       # of the model in the API, unless model.name gives another
-    family: ModelInfo                  # with its parameters counted
+    name: str                       # of the model in the API, unless model.name is set
+    family: ModelInfo               # with its parameters counted
     dtype: str                      # of the weights, dequantised: "bfloat16", "float16" or "float32"
     prompts: PromptFiles = field(repr=False, compare=False)
-    quantization: str = "none"      # how the files hold them, in words
+    quantization: str = "none"      # how the files store the weights, in words
     files: tuple[str, ...] = ()     # names of the weight files that are loaded
-    file_bytes: int = 0             # of those
+    file_bytes: int = 0             # of these files
     warnings: tuple[str, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vision_bytes(self) -> int:
-        """Of the vision half's weights in `dtype`, dequantised; twice that where CPUs compute them in float32."""
+        """Bytes of the vision weights in `dtype`, dequantised; CPUs that compute in float32 need twice that."""
         return self.family.parameters[0] * ITEMSIZE[self.dtype]
 
     @property
     def language_bytes(self) -> int:
-        """Likewise of the language half's."""
+        """Bytes of the language weights, likewise."""
         return self.family.parameters[1] * ITEMSIZE[self.dtype]
 
 
 def look(folder: str) -> Look:
-    """Look at the whole folder.  Raises ModelError: one sentence with the file, what is wrong, and what to do."""
+    """Read the whole folder.  Raises ModelError: one sentence with the file, what is wrong, and what to do."""
     root = Path(folder)
     if not (root / "config.json").is_file():
         raise ModelError(headers.no_model(root))
@@ -88,12 +88,12 @@ def prompt_files(family: ModelInfo) -> PromptFiles:
 
 
 def _name(folder: str) -> str:
-    path = Path(os.path.abspath(folder))        # "." has a name too
+    path = Path(os.path.abspath(folder))        # so that "." has a name
     return "epdd-demo" if path == families.DEMO else path.name
 
 
 def _check(config: Fields, family: ModelInfo, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
-    """Raises ModelError unless the tensors, scales aside, are those that config.json asks for."""
+    """Raises ModelError unless the tensors, without scales, are those that config.json describes."""
     kind, wanted = family.model_type, expected.expected(config)
     scaled = {expected.canonical(kind, name) for name in quantized.scales}
     found: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ def _unknown(kind: str, stored: str, tensor: Tensor) -> ModelError:
 
 
 def _words(root: Path, family: ModelInfo, prompts: PromptFiles) -> tuple[tuple[int, ...], list[str]]:
-    """The tokens that end an answer, by all who have a say, and what is to be warned of.  Raises ModelError."""
+    """End tokens named by the settings, the tokenizer and the template; and warnings."""
     vocabulary, template = prompts.tokenizer, prompts.template
     warnings = []
     if (root / "adapter_config.json").exists():

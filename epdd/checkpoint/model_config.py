@@ -1,6 +1,6 @@
-"""Whether config.json is one that transformers' model classes take, told without them.
+"""Checks, without transformers, that its model classes will accept config.json.
 
-They check the type of each field that they know, and fail on what they do not know only when it is used: in a worker.
+The classes check the types of known fields, but other wrong values fail only when a worker uses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from epdd.families import ITEMSIZE
 from epdd.families.files import Fields
 from epdd.families.model_info import AUTO, text_fields
 
-# Names mean the same wherever they stand.  A float must be written as one.
+# A name means the same in every section.  A float must have a decimal point.
 WHOLE = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vocab_size",
          "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
          "max_position_embeddings", "depth", "embed_dim", "mlp_ratio", "num_heads", "in_channels", "spatial_merge_size",
@@ -32,7 +32,7 @@ SECTIONS = {"qwen2_vl": [16, 24, 24], "qwen2_5_vl": [16, 24, 24], "qwen3_vl": [2
 
 
 def check(config: Fields) -> None:
-    """Raises ModelError naming the field."""
+    """Raises ModelError naming file and field."""
     kind = str(config.get("model_type"))
     text, vision = text_fields(config), config.part("vision_config")
     for fields in (config, text, vision):
@@ -83,7 +83,7 @@ def _side(value: Any) -> bool:
 
 
 def _heads(kind: str, text: Fields, vision: Fields) -> None:
-    """Heads must divide what they are heads of; the tower's positions halve a head twice."""
+    """Heads must divide the width.  In the vision tower the size of a head must be a multiple of 4 as well."""
     sizes, width = VISION_DEFAULTS[kind], "embed_dim" if kind == "qwen2_vl" else "hidden_size"
     if vision.whole(width, sizes[width], least=1) % (4 * vision.whole("num_heads", sizes["num_heads"], least=1)):
         raise vision.wrong("num_heads", f"a number whose fourfold divides {width}")
@@ -97,7 +97,7 @@ def _heads(kind: str, text: Fields, vision: Fields) -> None:
 
 
 def _attention(text: Fields) -> None:
-    """Only attention to all that came before is served."""
+    """epdd serves only full attention, without sliding windows."""
     kinds = text.get("layer_types")
     layers = text.whole("num_hidden_layers", 1)
     if kinds is None:
@@ -111,7 +111,7 @@ def _attention(text: Fields) -> None:
 
 
 def _text_rope(kind: str, text: Fields) -> None:
-    """Rotary positions: three sections, for time, height and width."""
+    """Rotary positions have three sections: time, height and width."""
     key = next((key for key in ("rope_scaling", "rope_parameters") if text.get(key)), None)
     rope = None if key is None else text.part(key)
     section: Any = SECTIONS[kind]

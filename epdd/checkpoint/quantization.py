@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are quantised: which matrices to multiply by which scales, or why it is not served.
+"""How the weights of a checkpoint are quantised: which scale belongs to which matrix, or why epdd cannot serve them.
 
-Served is FP8 (E4M3) with scales: as Qwen publishes it (quant_method fp8), and as llm-compressor writes it (quant_method
-compressed-tensors, format float-quantized).  Whether a tensor is quantised is read from its file's header and not from
-lists of names: a matrix in FP8 has one scale tensor beside it, anything else is a weight as it stands.
+epdd serves FP8 (E4M3) with scales, as Qwen publishes it (quant_method fp8) and as llm-compressor writes it
+(quant_method compressed-tensors, format float-quantized).  The header of the file says whether a tensor is quantised,
+not lists of names: each FP8 matrix has one scale tensor, and every other tensor is an ordinary weight.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FLOAT_TYPES = (*SCALE_TYPES, "F64")
 OTHERS = "take the unquantised checkpoint, or an FP8 one (quant_method fp8 or compressed-tensors)"
 
 # The last part of a tensor's name.
-SCALES = ("weight_scale_inv", "weight_scale")       # both are multiplied with, whatever the first one's name says
-# Scales of activations and of the KV cache: only needed to compute in FP8, which epdd does not.
+SCALES = ("weight_scale_inv", "weight_scale")       # weights are multiplied by both kinds, in spite of the name `inv`
+# Scales of activations and of the KV cache: needed only to compute in FP8, which epdd does not do.
 UNUSED = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-# Tensors of other methods, which change what the numbers beside them mean.
+# Tensors of other methods: with them the stored weights mean something else.
 OTHER_METHODS = {
     "qweight": "AWQ or GPTQ", "qzeros": "AWQ or GPTQ", "g_idx": "GPTQ", "absmax": "bitsandbytes",
     "quant_map": "bitsandbytes", "nested_absmax": "bitsandbytes", "SCB": "bitsandbytes", "scales": "grouped integers",
@@ -34,14 +34,14 @@ OTHER_METHODS = {
     "pre_quant_scale": "ModelOpt AWQ", "weight_scale_inv_2": "NVFP4",
 }
 PRESETS = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block", "UNQUANTIZED": ""}
-BLOCK = (128, 128)      # where the settings do not say
+BLOCK = (128, 128)      # if the settings name no size
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale tensor of one matrix [R, C]: each of its numbers is for a block of `rows` x `columns` of the matrix.
+    """The scale tensor of one matrix [R, C]: each element is for a block of `rows` x `columns` of the matrix.
 
-    Blocks at the lower and the right edge are cut off where the sides are no multiples.
+    Blocks at the lower and right edges are smaller if the sides are not multiples.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Scale:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is to be done to a checkpoint's tensors to get its weights."""
+    """How to get the weights from the tensors of a checkpoint."""
 
     text: str = "none"                              # in words
-    scales: Mapping[str, Scale] = field(default_factory=dict)       # of each FP8 matrix, by its name
-    extra: frozenset[str] = frozenset()             # tensors that are no weights: scales, and what is not used
+    scales: Mapping[str, Scale] = field(default_factory=dict)       # name of an FP8 matrix -> its scale
+    extra: frozenset[str] = frozenset()             # tensors that are not weights: scales, and unused ones
 
     def __bool__(self) -> bool:
         return bool(self.scales)
@@ -63,7 +63,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How scales may lie, as the configuration says: "tensor", "channel", or blocks (0: the whole side)."""
+    """How the configuration lays out scales: one a "tensor", one a "channel", or blocks (0: the whole side)."""
 
     strategy: str
     block: tuple[int, int] = (0, 0)
@@ -86,9 +86,9 @@ class _Layout:
 
 
 def read(root: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Quantization:
-    """What `config` (config.json's content) and the tensors' headers say.
+    """The quantisation that `config` (the content of config.json) and the headers of the tensors describe.
 
-    Raises ModelError if it is a method that is not served, or if scales and matrices do not belong together.
+    Raises ModelError if epdd does not serve the method, or if scales and matrices do not fit together.
     """
     key, found = _settings(root, config)
     if found is None:
@@ -110,7 +110,7 @@ def read(root: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def check_settings(root: Path, config: Mapping[str, Any]) -> None:
-    """What can be told without the weights.  Raises ModelError if the settings name a method that is not served."""
+    """Check the settings alone, without weights.  Raises ModelError if epdd does not serve the method they name."""
     key, found = _settings(root, config)
     if found is not None:
         _layouts(f"{root / 'config.json'}: {key}", config, found)
@@ -119,7 +119,7 @@ def check_settings(root: Path, config: Mapping[str, Any]) -> None:
 
 
 def _settings(root: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """The quantisation's settings and where they stand; None where nothing is said of any."""
+    """Name and content of the quantisation settings; None if there are none."""
     path = root / "config.json"
     for part in ("", "text_config", "vision_config"):
         values = config.get(part) if part else config
@@ -136,7 +136,7 @@ def _settings(root: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _modelopt(root: Path) -> str:
-    """The refusal of what ModelOpt quantised, if its own file says so; weights that are not may lie beside that too."""
+    """Error message if ModelOpt's file says that it quantised the weights; the file may exist without that."""
     path = root / "hf_quant_config.json"
     said = read_json(path, {}).get("quantization")
     kind = said.get("quant_algo") if isinstance(said, dict) else None
@@ -144,7 +144,7 @@ def _modelopt(root: Path) -> str:
 
 
 def _layouts(where: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, list[_Layout]]:
-    """The method, and all the ways in which its scales may lie."""
+    """The method, and the layouts that its scales may have."""
     method = str(settings.get("quant_method") or "").replace("_", "-")
     if method == "fp8":
         return method, _fp8_layouts(where, settings)
@@ -183,14 +183,14 @@ def _compressed_layouts(where: str, settings: Mapping[str, Any]) -> list[_Layout
     layouts = []
     for name, group in groups.items():
         at = f"{where}.config_groups.{name}"
-        if isinstance(group, list):     # a preset's name, and the modules that it is for
+        if isinstance(group, list):     # name of a preset, and its modules
             if name not in PRESETS:
                 raise ModelError(f"{at}: this scheme is not served; {OTHERS}")
             layouts += [_Layout(PRESETS[name], BLOCK if name == "FP8_BLOCK" else (0, 0))] if PRESETS[name] else []
             continue
         if not isinstance(group, dict):
             raise ModelError(f"{at} is not a JSON object; download the file again")
-        if group.get("weights"):        # others hold no weights: activations, keys and values
+        if group.get("weights"):        # other groups are for activations, keys and values
             layouts.append(_group_layout(at, group, settings.get("format")))
     return layouts
 
@@ -229,7 +229,7 @@ def _sides(where: str, value: object) -> tuple[int, int]:
 
 
 def _scales(where: str, layouts: Iterable[_Layout], tensors: Mapping[str, Tensor]) -> dict[str, Scale]:
-    """The scale of each FP8 matrix.  Raises ModelError if one of the two is missing or they do not fit together."""
+    """Name of each FP8 matrix -> its scale.  Raises ModelError if one is missing or they do not fit together."""
     found: dict[str, Scale] = {}
     for name, tensor in tensors.items():
         kind = name.rpartition(".")[2]
@@ -259,7 +259,7 @@ def _scale(where: str, layouts: Iterable[_Layout], name: str, tensors: Mapping[s
     if scale.dtype not in SCALE_TYPES:
         raise ModelError(f"{scale.file}: {names[0]} is stored as {scale.dtype}, and scales are served as "
                          f"{', '.join(SCALE_TYPES)}; {OTHERS}")
-    # Several groups may share a folder: the scale's shape says whose this one is.
+    # A checkpoint may have several groups: the shape of the scale tells which one this is.
     blocks = {block for layout in layouts if (block := layout.scale(tensor.shape, scale.shape))}
     if len(blocks) != 1:
         meant = " or ".join(sorted({str(layout) for layout in layouts})) or "no scales at all"
@@ -269,7 +269,7 @@ def _scale(where: str, layouts: Iterable[_Layout], name: str, tensors: Mapping[s
 
 
 def _refuse_unexplained(root: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError for quantised tensors where no settings say how they are meant."""
+    """Raises ModelError if there are quantised tensors but no settings that explain them."""
     for name, tensor in tensors.items():
         kind = name.rpartition(".")[2]
         if kind in SCALES or kind in OTHER_METHODS or tensor.dtype == FP8:

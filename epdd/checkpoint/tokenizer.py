@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, as prompts are made with it."""
+"""A checkpoint's tokenizer, set up to make prompts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from epdd.families.files import refuse_pointer
 
 
 def load(family: ModelInfo) -> Tokenizer:
-    """tokenizer.json, made ready for prompts.
+    """The tokenizer of tokenizer.json, set up to make prompts.
 
-    Raises ModelError if it is missing, damaged, of another kind, or has other tokens than config.json names.
+    Raises ModelError if the file is missing or damaged, is of another kind, or lacks tokens that config.json names.
     """
-    # The daemon shares its cores with encoders: no thread per core for a prompt.
+    # The daemon shares its cores with encoders, so a prompt must not use a thread on each core.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(family.folder) / "tokenizer.json"
     if not path.is_file():
@@ -41,7 +41,7 @@ def load(family: ModelInfo) -> Tokenizer:
     if last >= family.vocab:
         raise ModelError(f"{path}: has tokens up to id {last}, but config.json's vocab_size is {family.vocab}; take "
                          "the tokenizer.json that belongs to this config.json")
-    # Plain text must not parse them, whatever the file says of their kind.
+    # Plain text must not become these tokens, even if the file does not mark them as special.
     tokenizer.add_special_tokens([AddedToken(tokenizer.id_to_token(token), special=True, normalized=False)
                                   for token in ids])
     tokenizer.encode_special_tokens = True      # specials in plain text stay characters

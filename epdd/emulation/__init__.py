@@ -1,9 +1,8 @@
-"""Emulated devices: workers that keep to given time models, so that any machine's fleet runs on any other.
+"""Emulated devices: workers whose times come from a profile, so that the fleet of any machine runs on any other.
 
-Owns the profile files (`profiles/`) and what is made of them for the daemon: the model's sizes, each worker's times,
-and the label that says everywhere that this is no real fleet.  Processes, sockets, arena and leases are the real
-ones.  What the workers do is in `worker/emulated/`, how time passes in `emulated_time.py`, who exists in
-`placement/emulated.py`.
+Owns the profile files (`profiles/`) and what the daemon needs of them: sizes of the model, times of each worker, and
+the label that marks an emulated fleet everywhere.  Processes, sockets, arena and leases are real.  The workers are in
+`worker/emulated/`, the time models in `emulated_time.py`, the choice of workers in `placement/emulated.py`.
 """
 
 from epdd.emulation.emulation import Emulation, load

@@ -1,4 +1,4 @@
-"""A profile as the daemon uses it."""
+"""An emulated fleet, as the daemon uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epdd.errors import ConfigError
 from epdd.families import ModelInfo
 from epdd.settings.workers import EmulationSettings
 
-# What a PD worker without a model says, over and over.
+# A prefill-decode worker without a model repeats this text.
 TEXT = "This answer is emulated: no model has seen the question or the pictures. "
 
 
@@ -26,7 +26,7 @@ class Emulation:
     text: tuple[int, ...]           # token ids of TEXT
 
     def family(self, family: ModelInfo) -> ModelInfo:
-        """`family` with the sizes of the profile's model; placeholders, tokenizer and template stay its own."""
+        """`family` with the sizes of the profile's model; placeholder tokens, tokenizer and template stay."""
         context_max = min(group.context_max for group in self.profile.pd)
         model = self.profile.model
         if model is None:
@@ -36,7 +36,7 @@ class Emulation:
                        max_model_len=context_max)
 
     def worker(self, group: EncoderGroup | PrefillDecodeGroup) -> EmulatedWorker:
-        """For the spec of a worker of this group."""
+        """What the spec of a worker of this group says about its times."""
         profile = self.profile
         return EmulatedWorker(answers=profile.answers, scale=self.scale, seed=profile.seed, group=group,
                               model=profile.model, text=self.text)
@@ -47,13 +47,13 @@ class Emulation:
         return self.profile.answers == "demo"
 
     def label(self) -> dict[str, Any]:
-        """What status, metrics and model list say of it."""
+        """What status, metrics and the model list say about the emulation."""
         return {"profile": self.profile.name, "about": self.profile.about, "answers": self.profile.answers,
                 "scale": self.scale}
 
 
 def load(settings: EmulationSettings, tokenizer: Tokenizer) -> Emulation | None:
-    """The fleet to emulate, for the checkpoint with this tokenizer; None: the real one.  Raises ConfigError."""
+    """The fleet to emulate for the checkpoint with this tokenizer; None: no emulation.  Raises ConfigError."""
     if not settings.profile:
         return None
     if settings.scale and not SCALE_MIN <= settings.scale <= SCALE_MAX:

@@ -1,4 +1,4 @@
-"""A profile file: one fleet with its time models, and the sizes of the model it serves."""
+"""A profile file: one fleet with its time models, and the sizes of the model that it serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """As written; `xeon6747p-5xl40s.toml` explains each field."""
+    """Content of the file; `xeon6747p-5xl40s.toml` explains each field."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,40}$")]
     about: Annotated[str, Meta(pattern=r"^[^\n]{1,200}$")]      # one line
@@ -33,12 +33,12 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def names() -> list[str]:
-    """Of the profiles that ship with epdd."""
+    """Names of the profiles that ship with epdd."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def read(name_or_path: str) -> Profile:
-    """A shipped profile by name, or any by its file.  Raises ConfigError naming file and field."""
+    """A shipped profile by its name, or another one by its file.  Raises ConfigError naming file and field."""
     path = SHIPPED / f"{name_or_path}.toml" if name_or_path in names() else Path(name_or_path)
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), Profile)

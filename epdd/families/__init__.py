@@ -1,7 +1,7 @@
-"""What a model family is, without torch: placeholder tokens, grid and rows of an image, processor settings.
+"""Facts of a model, without torch: placeholder tokens, grid and image tokens of an image, processor settings.
 
-`load(folder)` reads a checkpoint's JSON files and returns a `ModelInfo`; `of(config)` does so once config.json is read.
-Both sides use it: the daemon to count tokens from an image's size alone, the encoder to resize to the same grid.
+`load(folder)` reads the JSON files of a checkpoint and returns a `ModelInfo`; `of(config)` takes the config.json.
+The daemon computes image tokens from the size of an image, and the encoder resizes to the same grid.
 """
 
 from epdd.families.model_info import DEMO, ITEMSIZE, Defaults, ModelInfo, load, of

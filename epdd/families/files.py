@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files."""
+"""Reads the JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from epdd.errors import ModelError
 
 
 def read_json(path: Path, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object in a JSON file, with or without a byte order mark.
+    """The object in a JSON file, with or without a byte order mark; `absent` if the file does not exist.
 
-    Raises ModelError, also for a file that is not there unless `absent` says what it then stands for.
+    Raises ModelError, also for a missing file if `absent` is None.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -32,17 +32,17 @@ def read_json(path: Path, absent: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ModelError if a file holds only a Git LFS pointer."""
+    """Raises ModelError if the file is only a Git LFS pointer."""
     with path.open("rb") as file:
         if file.read(64).startswith(b"version https://git-lfs"):
             raise ModelError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in the folder")
 
 
 class Fields:
-    """The fields of a JSON file, or of an object in it, each asked for by its kind.  null is the same as absent."""
+    """Fields of a JSON file, or of an object in it, read with a check of their type.  null counts as absent."""
 
     def __init__(self, path: Path, absent: dict[str, Any] | None = None) -> None:
-        """Raises ModelError, also for a file that is not there unless `absent` says what it then stands for."""
+        """Raises ModelError, also for a missing file if `absent` is None."""
         self.path = path
         self.data = read_json(path, absent)     # the object as it is in the file
         self._prefix = ""
@@ -57,11 +57,11 @@ class Fields:
         return part
 
     def get(self, key: str, absent: Any = None) -> Any:
-        """As it is in the file; `absent` if it is not there."""
+        """The value as it is in the file, without a check; `absent` if it is missing."""
         return self.data.get(key, absent)
 
     def has(self, key: str) -> bool:
-        """Whether it is in the file, be it null."""
+        """Whether the field exists, even if it is null."""
         return key in self.data
 
     def whole(self, key: str, absent: int | None = None, least: int = 0) -> int:
@@ -87,7 +87,7 @@ class Fields:
         return [token for token in self.wholes(key, least=-1) if token >= 0]
 
     def wholes(self, key: str, least: int = 0) -> list[int]:
-        """A list of whole numbers; one that stands alone is such a list.  Raises ModelError."""
+        """A list of whole numbers, or one number as a list.  Raises ModelError."""
         value = self.data.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) or item < least for item in values):
@@ -103,7 +103,7 @@ class Fields:
         return value
 
     def wrong(self, key: str, wanted: str) -> ModelError:
-        """That `key` is missing, or is not what is `wanted`."""
+        """The error that `key` is missing or is not what is `wanted`."""
         value = self.data.get(key)
         have = "is missing" if key not in self.data else f"is {json.dumps(value)[:80]}"
         return ModelError(f"{self.path}: {self._prefix}{key} {have}; {wanted} is expected, as in the original "

@@ -1,7 +1,7 @@
-"""The Qwen-VL families (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) as read from a checkpoint folder.
+"""Facts of a checkpoint of the Qwen-VL families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
 
-All three cut an image into patches on a grid whose sides are multiples of `merge`, and send the language
-model one row per merge x merge patches.  They differ in processor defaults and in deepstack planes.
+All three cut an image into patches on a grid whose sides are multiples of `merge`.  The language model gets one image
+token for each merge x merge patches.  The families differ in processor defaults and deepstack levels.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from epdd.errors import MediaError, ModelError
 from epdd.families import processor
 from epdd.families.files import Fields
 
-ASPECT_MAX = 200            # the families' own resize rule refuses more (D09: exactly 200 is legal)
+ASPECT_MAX = 200            # the families' resize rule refuses more (D09: exactly 200 is allowed)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-AUTO = "auto"               # where config.json should name one of these: that of the weights, as if it named none
+AUTO = "auto"               # as a dtype in config.json: the type of the weights, as if it were missing
 
-DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; served when no other model is named
+DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; the default model
 
-# model_type -> hidden-size field of vision_config that the language model sees
+# model_type -> field of vision_config with the width of an image token in the language model
 _OUT_HIDDEN = {"qwen2_vl": "hidden_size", "qwen2_5_vl": "out_hidden_size", "qwen3_vl": "out_hidden_size"}
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """How the checkpoint's makers mean it to be sampled: used for what a request leaves out."""
+    """Sampling defaults of the checkpoint (generation_config.json), for fields that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,37 +36,37 @@ class Defaults:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One checkpoint's facts.  Sizes of images are (width, height) in upright pixels."""
+    """Facts of one checkpoint.  Sizes of images are (width, height) in pixels after rotation by EXIF."""
 
     model_type: str
     folder: str
     image_token_id: int
     vision_start_id: int
     vision_end_id: int
-    patch: int                  # pixels a side
-    merge: int                  # patches a side that become one row
-    temporal: int               # frames a patch spans; a still is repeated
+    patch: int                  # side in pixels
+    merge: int                  # merge x merge patches become one image token
+    temporal: int               # frames of a patch; an image is repeated
     min_pixels: int
     max_pixels: int
-    mean: tuple[float, ...]     # of pixels from 0 to 1, by channel; what the processor scales is in it
+    mean: tuple[float, ...]     # of pixel values from 0 to 1, by channel; includes the rescaling of the processor
     std: tuple[float, ...]
-    hidden: int                 # width of a row
-    planes: int                 # 1 + deepstack features
-    max_model_len: int            # tokens
-    vocab: int                  # rows of the embedding table: the ids a client may name
+    hidden: int                 # width of an image token
+    planes: int                 # levels of an image token: 1 + deepstack levels
+    max_model_len: int          # tokens
+    vocab: int                  # rows of the embedding table: ids that a client may name are below
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
-    weights: str = ""           # which files they are, by families.weights; empty: not known
-    stored: str = "bfloat16"    # dtype of the weights, by config.json; empty: it names none
-    parameters: tuple[int, int] = (0, 0)    # of vision tower and language model, by checkpoint.look; zeros: not known
+    weights: str = ""           # digest by families.weights; empty: not known
+    stored: str = "bfloat16"    # dtype of the weights in config.json; empty: not named
+    parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
     vision_width: int = 0
-    kv_numbers: int = 0         # keys and values of one token, over all layers
+    kv_numbers: int = 0         # numbers in keys and values of one token, over all layers
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
-        """(1, rows, columns) in patches that an image of this size is resized to.
+        """(1, rows, columns) in patches to which an image of this size is resized.
 
-        The rule is the families' `smart_resize`: sides rounded to multiples of patch * merge, the area
-        brought into [min_pixels, max_pixels] (0: the checkpoint's own) at the same aspect ratio.
+        The rule is `smart_resize` of the families: sides are rounded to multiples of patch * merge, and the area is
+        scaled into [min_pixels, max_pixels] (0: the checkpoint's own) at the same aspect ratio.
         Raises MediaError if one side is over 200 times the other.
         """
         low, high = min_pixels or self.min_pixels, max_pixels or self.max_pixels
@@ -83,16 +83,16 @@ class ModelInfo:
         return 1, rows // self.patch, columns // self.patch
 
     def rows(self, grid: tuple[int, int, int]) -> int:
-        """Placeholder tokens of an image: what the language model reads."""
+        """Image tokens of an image with this grid."""
         return math.prod(grid) // self.merge ** 2
 
     def embedding_bytes(self, rows: int, dtype: str = "float32") -> int:
-        """Bytes of an image's embedding, deepstack planes included."""
+        """Bytes of the embedding of `rows` image tokens, deepstack levels included."""
         return rows * self.hidden * self.planes * ITEMSIZE[dtype]
 
     @property
     def rows_max(self) -> int:
-        """Rows of the largest image the checkpoint's own settings allow."""
+        """Image tokens of the largest image that the checkpoint's settings allow."""
         return max(1, self.max_pixels // (self.patch * self.merge) ** 2)
 
 
@@ -102,7 +102,7 @@ def load(folder: str) -> ModelInfo:
 
 
 def of(config: Fields) -> ModelInfo:
-    """The same where config.json has been read."""
+    """The same, with config.json already read."""
     root = config.path.parent
     kind = config.get("model_type")
     if kind not in _OUT_HIDDEN:
@@ -111,7 +111,7 @@ def of(config: Fields) -> ModelInfo:
     seen = processor.load(root, vision)
     generation = Fields(root / "generation_config.json", {})
     for key in ("pad_token_id", "bos_token_id"):
-        generation.tokens(key)      # not used here, but transformers reads them with the weights
+        generation.tokens(key)      # unused here, but transformers checks them when it loads the model
     return ModelInfo(
         model_type=kind, folder=str(root),
         image_token_id=config.whole("image_token_id"),
@@ -133,7 +133,7 @@ def of(config: Fields) -> ModelInfo:
 
 
 def text_fields(config: Fields) -> Fields:
-    """The language model's settings; at the top level in checkpoints saved before transformers 4.52."""
+    """Settings of the language model; before transformers 4.52 they were at the top level."""
     return config if config.get("text_config") is None else config.part("text_config")
 
 
@@ -152,7 +152,7 @@ def _stored(config: Fields, text: Fields) -> str:
 
 
 def _defaults(generation: Fields) -> Defaults:
-    """Greedy where the file says do_sample false or temperature 0; the API's own 1.0 where it says nothing."""
+    """Greedy if the file has do_sample false or temperature 0; fields it leaves out have the defaults of the API."""
     penalty = generation.number("repetition_penalty", 1.0)
     if penalty <= 0:
         raise ModelError(f"{generation.path}: repetition_penalty is {penalty:g}; it must be over 0")

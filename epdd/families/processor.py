@@ -1,4 +1,4 @@
-"""How a checkpoint's image processor makes patches of an image."""
+"""How the image processor of a checkpoint cuts an image into patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epdd.families.files import Fields
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 BICUBIC = 3         # as Pillow and transformers number it
-# Absent, these have a default; null, transformers takes them as false, or fails at the first image.
+# A missing field has a default.  transformers takes null as false, or fails at the first image.
 NEVER_NULL = ("do_resize", "do_rescale", "do_normalize", "resample", "rescale_factor", "image_mean", "image_std",
               "patch_size", "merge_size", "temporal_patch_size")
 KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor")
@@ -19,7 +19,7 @@ KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProc
 
 @dataclass(frozen=True)
 class Processor:
-    """Sides in pixels and patches, limits in pixels, mean and deviation of pixels from 0 to 1."""
+    """Sides in pixels (patch) and patches (merge), limits in pixels; mean and deviation of pixel values from 0 to 1."""
 
     patch: int
     merge: int
@@ -33,7 +33,7 @@ class Processor:
 def load(root: Path, vision: Fields) -> Processor:
     """Read processor_config.json as transformers 5 writes it, else preprocessor_config.json.
 
-    What is left out has transformers' own default.  Raises ModelError, also where the file does not fit `vision`, the
+    Missing fields have transformers' defaults.  Raises ModelError, also if the file does not fit `vision`, the
     vision_config of config.json.
     """
     fields = _fields(root)
@@ -65,7 +65,7 @@ def _fields(root: Path) -> Fields:
 
 
 def _pixel_limits(fields: Fields) -> tuple[int, int]:
-    """The size rule in its three spellings; the defaults are those of transformers' processor class."""
+    """Least and most pixels, in any of three spellings, with the defaults of transformers' processor class."""
     size = fields.part("size") if fields.get("size") is not None else None
     found = []
     for key, edge, absent in (("min_pixels", "shortest_edge", 56 * 56), ("max_pixels", "longest_edge", 28 * 28 * 1280)):
@@ -81,7 +81,7 @@ def _pixel_limits(fields: Fields) -> tuple[int, int]:
 
 
 def _scale(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """do_rescale and do_normalize as one mean and deviation, of pixels from 0 to 1."""
+    """do_rescale and do_normalize combined into one mean and deviation, for pixel values from 0 to 1."""
     factor = fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else 1.0
     if factor == 0:
         raise fields.wrong("rescale_factor", "a number over 0")
@@ -90,7 +90,8 @@ def _scale(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]]:
     std = _channels(fields, "image_std", CLIP_STD) if normalize else (1.0,) * 3
     if min(std) <= 0:
         raise fields.wrong("image_std", "numbers over 0")
-    # (x * 255 * factor - mean) / std, divided above and below by 255 * factor.  Usually that is 1: no rounding then.
+    # (x * 255 * factor - mean) / std, with numerator and denominator divided by 255 * factor.  Usually that is 1, and
+    # then nothing is rounded.
     by = 1.0 if abs(factor * 255 - 1) < 1e-9 else factor * 255
     return tuple(value / by for value in mean), tuple(value / by for value in std)
 
@@ -106,7 +107,7 @@ def _channels(fields: Fields, key: str, absent: tuple[float, ...]) -> tuple[floa
 
 
 def _same(fields: Fields, key: str, absent: int, vision: Fields, name: str) -> int:
-    """A side, which the vision tower must have too: patches of another would be noise to it."""
+    """A size that must be the same in the vision tower, or the tower would read patches as noise."""
     mine, towers = fields.get(key), vision.get(name)
     sides = [value[0] if isinstance(value, list) and len(set(map(str, value))) == 1 else value
              for value in (mine, towers)]

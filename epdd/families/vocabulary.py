@@ -1,4 +1,4 @@
-"""What each token stands for, in bytes: the daemon's text and a worker's grammars must not disagree about it."""
+"""Bytes of each token, for the daemon's detokenizer and the workers' grammars, which must agree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: itself where printable, else from U+0100 on."""
+    """The letters of byte-level BPE: a printable byte is its own letter, others have one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in letters.values()]
@@ -34,11 +34,11 @@ class Vocabulary:
         return found
 
     def bytes(self, token: int) -> bytes:
-        """Empty for an id without a token: embedding tables are often longer than the vocabulary."""
+        """Bytes of a token; empty for an id without one, as embedding tables may be longer than the vocabulary."""
         letters = self._tokenizer.id_to_token(token)
         if letters is None:
             return b""
         try:
             return bytes([_BYTES[letter] for letter in letters])
-        except KeyError:    # an added token outside the byte alphabet stands for itself
+        except KeyError:    # an added token with letters outside the byte alphabet is plain text
             return letters.encode()

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's files are still those that the daemon began with, told from little of their content.
+"""Checks that the files of a checkpoint have not changed since the start of the daemon, by samples of their content.
 
-A worker that comes back reads the files anew.  Were they other ones by then, it would answer as another model than its
-peers, or read embeddings that were made by another vision tower.
+A worker that restarts reads the files again.  If they have changed, it would be another model than the other workers,
+or read embeddings of another vision tower.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from epdd.errors import ModelError
 
-SAMPLES = 64                # of each file, evenly spread: other weights differ nearly everywhere
+SAMPLES = 64                # of each file, evenly spread: other weights differ almost everywhere
 SAMPLE_BYTES = 4096
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "model.safetensors.index.json")
 
 
 def identity(folder: str) -> str:
-    """A digest of the settings and of samples of every weights file; the same for a copy.  Raises ModelError."""
+    """A digest of the settings and of samples of each weights file; a copy has the same digest.  Raises ModelError."""
     digest = hashlib.blake2b(digest_size=16)
     root = Path(folder)
     try:
@@ -38,7 +38,7 @@ def identity(folder: str) -> str:
 
 
 def check(folder: str, expected: str) -> None:
-    """Raises ModelError if the files are not those of `expected`; an empty one expects nothing."""
+    """Raises ModelError if the digest of the files is not `expected`.  Empty: no check."""
     if expected and identity(folder) != expected:
         raise ModelError(f"{folder}: weights cannot be loaded: the files are not those that the daemon began with; "
                          "put them back, or restart the daemon to serve the new ones")

@@ -1,7 +1,7 @@
-"""Models by id, ORG/NAME: looked up in the local cache of the Hugging Face Hub, and downloaded into it.
+"""Models named by id, ORG/NAME: found in the local cache of the Hugging Face Hub, or downloaded into it.
 
-huggingface_hub is imported only where a model is named by id: a daemon that serves a folder has neither its memory nor
-its start time.
+huggingface_hub is imported only for a model named by id, so a daemon that serves a folder saves its memory and start
+time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://(?:models/)?)({_ID.pattern})(?:
 
 
 def is_id(model: str) -> bool:
-    """Whether `model` is meant as ORG/NAME.  A folder of that name goes first."""
+    """Whether `model` is an id, ORG/NAME.  If a folder has that name, it is the folder."""
     return bool(_ID.fullmatch(model)) and not Path(model).exists()
 
 
 def located(settings: Config, download: bool) -> Config:
-    """`settings` with the folder of a model named by id, and the id as its name unless another is set.
+    """`settings` with the folder of a model named by id, and the id as model.name unless that is set.
 
-    Whatever is no id stays.  `download`: fetch what is not in the local cache.  Raises ModelError saying the ways out,
-    HubUnreachable where only the network is missing.
+    A model that is not named by id stays.  `download`: download it if it is not in the local cache.  Raises ModelError
+    that says what to do, or HubUnreachable if only the network is missing.
     """
     model = settings.model
     if not is_id(model.path):
@@ -46,7 +46,7 @@ def located(settings: Config, download: bool) -> Config:
 
 
 def refuse_missing(model: str) -> None:
-    """Raises ModelError where `model` is neither a folder nor an id; empty is the demo model."""
+    """Raises ModelError if `model` is neither a folder nor an id.  Empty means the demo model."""
     if not model or Path(model).exists() or is_id(model):
         return
     if address := _ADDRESS.fullmatch(model):

@@ -1,4 +1,4 @@
-"""How far a download is: bars on a terminal, a line at each tenth elsewhere, and word to a waiting systemd."""
+"""Progress of a download: bars on a terminal, else a log line at each tenth; systemd gets a status and more time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTIFY_S = 5.0
-EXTEND_S = 300          # systemd's patience with a start, anew at each word: a network that stalls is given up sooner
+EXTEND_S = 300          # at each notice systemd allows the start this much longer; a stalled network fails sooner
 NAME_LETTERS = 44
 
 
@@ -31,15 +31,15 @@ def size(count: float) -> str:
 
 
 class Bars:
-    """Bars of the files of one model and of all together; to be entered, and told of bytes by any thread."""
+    """One bar for each file of a model and one for all.  A context manager; any thread may add bytes."""
 
     def __init__(self, model: str, total: int, done: int) -> None:
-        """`total`: bytes of all files; `done`: of them here already."""
+        """`total`: bytes of all files; `done`: how many of them are in the cache already."""
         self._model, self._total, self._done = model, total, done
         self._lock = threading.Lock()
         self._tenth = 10 * done // max(1, total)
         self._told = 0.0
-        self.stopped = False        # set: the next piece of any file ends its download
+        self.stopped = False        # True: each file ends its download at its next piece
         self._bars: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -63,18 +63,18 @@ class Bars:
 
     @property
     def done(self) -> int:
-        """Bytes that are here."""
+        """Bytes downloaded so far, those of earlier runs included."""
         return self._done
 
     def began(self, name: str, total: int, done: int) -> TaskID | None:
-        """A file's own bar, which goes when the file is here."""
+        """Adds the bar of one file; `ended` removes it."""
         if self._bars is None:
             return None
         task: TaskID = self._bars.add_task(f"  {name[-NAME_LETTERS:]}", total=total, completed=done)
         return task
 
     def add(self, task: TaskID | None, count: int) -> None:
-        """`count` more bytes of a file; negative: they have to be fetched anew."""
+        """Counts `count` more bytes of a file; negative if bytes must be downloaded again."""
         with self._lock:
             self._done += count
             tenth, now = 10 * self._done // max(1, self._total), time.monotonic()

@@ -1,4 +1,4 @@
-"""The Hub's local cache: where it is, and whether all of a model is there.  Asks no network."""
+"""The local cache of the Hub: where it is, and whether a model is complete there.  Uses no network."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from epdd.checkpoint import headers
 from epdd.errors import ModelError
 
-# What epdd reads of a checkpoint: weights as safetensors, settings, vocabulary, templates.  Subfolders hold other
-# programs' forms of the same model, consolidated files a second copy of the weights.
+# Files of a checkpoint that epdd reads: safetensors weights, settings, vocabulary, templates.  Subfolders hold the same
+# model for other programs, and consolidated files are a second copy of the weights.
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 
 def found(model: str, revision: str) -> Path | None:
-    """Folder of the model's snapshot if all of it is there: links into the cache's blobs."""
+    """Folder of the model's snapshot, which has links to the blobs of the cache; None if files are missing."""
     try:
         folder = Path(snapshot_download(model, revision=revision or None, local_files_only=True,
                                         allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except LocalEntryNotFoundError:
         return None
-    # Snapshots of older releases, and of programs that wanted only a tokenizer, carry no list of what belongs to them.
+    # Snapshots of older releases, and of programs that loaded only a tokenizer, do not list what belongs to them.
     try:
         headers.weight_files(folder)
     except ModelError:
@@ -32,19 +32,19 @@ def found(model: str, revision: str) -> Path | None:
 
 
 def absent(model: str, revision: str) -> str:
-    """The beginning of each sentence about a model that is not there, or not whole."""
+    """Beginning of a message about a model that is missing or incomplete in the cache."""
     at = f" at revision {revision}" if revision else ""
     part = " only in part" if _folder(model).exists() else " not"
     return f"{model}{at} is{part} in the local cache ({constants.HF_HUB_CACHE})"
 
 
 def pull_command(model: str, revision: str) -> str:
-    """What a person types to download it."""
+    """The command that downloads the model."""
     return f"epdd pull {model}" + (f" --revision {revision}" if revision else "")
 
 
 def blobs(model: str) -> Path:
-    """Folder of the files' contents, each named by its hash."""
+    """Folder of the blobs: contents of files, named by their hashes."""
     return _folder(model) / "blobs"
 
 

@@ -1,8 +1,8 @@
-"""Downloads a model of the Hub into its local cache, and goes on where an earlier try was broken off.
+"""Downloads a model of the Hub into the local cache, and continues an interrupted download.
 
-huggingface_hub lists the files, fetches the small ones and makes the snapshot of links.  Of a file that is broken
-off it keeps nothing, and a shard has gigabytes: weights are fetched here, by its own HTTP, into a file beside their
-place among the cache's blobs, and moved there when they are whole.
+huggingface_hub lists the files, downloads the small ones and makes the snapshot of links.  It keeps nothing of an
+interrupted file, and a shard has gigabytes.  So weights are downloaded here, with its HTTP client, into a .part file
+next to the blobs of the cache, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from epdd.hub import cache, faults, names
 from epdd.hub.bars import Bars, size
 
 FILES_AT_ONCE = 8
-HTTP_BYTES_MAX = 50_000_000_000     # larger files the Hub gives only by xet: they are left to huggingface_hub
-PIECE_BYTES = 1 << 20       # at most so much of each file is fetched anew after an interruption
-SPARE_BYTES = 64 << 20      # of the disk, left to others
+HTTP_BYTES_MAX = 50_000_000_000     # the Hub serves larger files only by xet: huggingface_hub downloads those
+PIECE_BYTES = 1 << 20       # after an interruption at most this much of each file is downloaded again
+SPARE_BYTES = 64 << 20      # of the disk, kept free for others
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """A file of weights in the Hub's large-file storage."""
+    """A weights file in the large-file storage of the Hub."""
 
     name: str
     bytes: int
@@ -44,11 +44,11 @@ class _Weights:
 
 
 class _Stopped(Exception):
-    """Another file's download failed, or the user has had enough."""
+    """The download of another file failed."""
 
 
 def pull(model: str, revision: str = "") -> Path:
-    """Bring all that epdd reads of the model into the local cache; its snapshot's folder.
+    """Download all files of the model that epdd reads; returns the folder of its snapshot.
 
     Exits the process with 130 on Ctrl-C.  Raises ModelError, HubUnreachable.
     """
@@ -62,7 +62,7 @@ def pull(model: str, revision: str = "") -> Path:
     except KeyboardInterrupt:
         print(f"epdd: stopped; `{cache.pull_command(model, revision)}` goes on where this left off", file=sys.stderr,
               flush=True)
-        os._exit(130)       # threads that wait for the network would hold up any other way
+        os._exit(130)       # any other exit would wait for threads that wait for the network
 
 
 def _pull(model: str, revision: str) -> Path:
@@ -71,8 +71,8 @@ def _pull(model: str, revision: str) -> Path:
     files = {file.rfilename: file for file in info.siblings or ()}
     wanted = list(filter_repo_objects(files, allow_patterns=cache.WANTED, ignore_patterns=cache.UNWANTED))
     _refuse(model, list(files), wanted)
-    # The settings first: a model that is not served should be refused before its weights are fetched.  By commit, so
-    # that the branch points to the new snapshot only when all of it is there.
+    # Settings first: a model that epdd cannot serve is refused before its weights are downloaded.  By commit, so that
+    # the branch points to the new snapshot only when it is complete.
     small = [name for name in wanted if not name.endswith(".safetensors")]
     commit = names.checked(str(info.sha), names.COMMIT, "the commit")
     folder = _snapshot(model, commit, small)
@@ -89,7 +89,7 @@ def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def _refuse(model: str, names: list[str], wanted: list[str]) -> None:
-    """Raises ModelError where what the Hub lists is no checkpoint that could be served."""
+    """Raises ModelError if the files on the Hub are not a checkpoint that epdd can serve."""
     if not any(name.endswith(".safetensors") for name in wanted):
         others = sorted({kind for name in names for kind in (".gguf", ".bin", ".pth", ".pt") if name.endswith(kind)})
         raise ModelError(f"{model} has no weights as safetensors" + (f", only {', '.join(others)}" if others else "")
@@ -99,7 +99,7 @@ def _refuse(model: str, names: list[str], wanted: list[str]) -> None:
 
 
 def refuse_unserved(folder: Path) -> None:
-    """Raises ModelError if the settings alone say that epdd does not serve it."""
+    """Raises ModelError if the settings files already show that epdd cannot serve the model."""
     from epdd import families
     from epdd.checkpoint import quantization
     from epdd.families.files import Fields
@@ -109,7 +109,7 @@ def refuse_unserved(folder: Path) -> None:
 
 
 def _fetch(model: str, commit: str, weights: list[_Weights]) -> None:
-    """Bring the weights among the cache's blobs."""
+    """Download the weights into the blobs of the cache."""
     blobs = cache.blobs(model)
     missing = [file for file in weights if not (blobs / file.sha256).exists()]
     if not missing:
@@ -136,10 +136,10 @@ def _fetch(model: str, commit: str, weights: list[_Weights]) -> None:
 
 
 def _one(model: str, commit: str, file: _Weights, blobs: Path, bars: Bars) -> None:
-    """Bring one file, or the rest of it.  What it has so far stays where it fails."""
+    """Download one file, or the rest of it.  After a failure the part that has arrived stays."""
     blob, part = blobs / file.sha256, _part(blobs, file)
     with part.open("ab", buffering=0) as target:
-        fcntl.flock(target, fcntl.LOCK_EX)      # another process may be at it
+        fcntl.flock(target, fcntl.LOCK_EX)      # another process may download the same file
         if blob.exists():
             part.unlink(missing_ok=True)
             return
@@ -148,7 +148,7 @@ def _one(model: str, commit: str, file: _Weights, blobs: Path, bars: Bars) -> No
         task = bars.began(file.name, file.bytes, here)
 
         class Bar:
-            """What http_get takes for a bar of tqdm's."""
+            """Stands in for the tqdm bar that http_get updates."""
 
             def __init__(self, **told: Any) -> None:
                 pass

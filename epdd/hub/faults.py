@@ -1,4 +1,4 @@
-"""What went wrong with the Hub, in one sentence that says the ways out."""
+"""Errors of the Hub as one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from huggingface_hub.errors import (FileMetadataError, GatedRepoError, HfHubHTTP
 from epdd.errors import HubUnreachable, ModelError, StartupError
 from epdd.hub import cache
 
-AGAIN = (408, 425, 429, 500, 502, 503, 504)     # answers after which the same may succeed later
+AGAIN = (408, 425, 429, 500, 502, 503, 504)     # HTTP statuses after which a retry may succeed
 
 
 @contextmanager
 def told(model: str, revision: str) -> Iterator[None]:
-    """Raises ModelError or HubUnreachable for all that huggingface_hub and its HTTP raise."""
+    """Turns every exception of huggingface_hub and its HTTP client into ModelError or HubUnreachable."""
     try:
         yield
     except StartupError:
@@ -28,7 +28,7 @@ def told(model: str, revision: str) -> Iterator[None]:
 
 
 def _told(model: str, revision: str, error: Exception) -> StartupError:
-    # It wraps what it met when it also looked for a copy in the cache.
+    # huggingface_hub wraps the first error if it then looked for a copy in the cache.
     while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     endpoint = constants.ENDPOINT

@@ -1,6 +1,6 @@
-"""Names that a Hub gives to contents and snapshots: they become paths of the local cache, so they must be only names.
+"""Checks the names that a Hub gives to contents and snapshots, because they become paths in the local cache.
 
-huggingface_hub takes them as they come: with "../" in an ETag a Hub could write any file that its user may write.
+huggingface_hub does not check them: with "../" in an ETag a hostile Hub could write any file that the user may write.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _HEADERS = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
 
 
 def checked(name: str, form: re.Pattern[str], what: str) -> str:
-    """`name` itself.  Raises ModelError unless it has this form."""
+    """`name`, if it has this form.  Raises ModelError otherwise."""
     if not form.fullmatch(name):
         raise ModelError(f"The Hub gives {name[:100]!r} as {what}, which is none; check HF_ENDPOINT")
     return name
 
 
 def watch_answers() -> None:
-    """From now on each answer to huggingface_hub is looked at before it is used.  Its faults are ModelErrors."""
+    """Checks the headers of every answer to huggingface_hub from now on.  A bad name raises ModelError."""
     set_client_factory(_client)
 
 

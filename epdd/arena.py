@@ -1,10 +1,9 @@
-"""The arena: one memory region that daemon and workers share for embeddings.
+"""The arena: one region of shared memory for embeddings.
 
-A memfd, so nothing is left behind after kill -9.  The daemon creates it and never maps it; each worker
-maps the whole and touches its own slice once at start, after binding to its NUMA node, so that the pages
-lie spread over the nodes.  Then each enters the others' pages into its own page table, too, so that no page
-fault is left for serving.  Who may use which bytes is decided in the daemon alone, by
-`dispatch/encoder_cache/cache.py`.
+It is a memfd, so nothing is left behind after kill -9.  The daemon creates it and never maps it.  Each worker maps all
+of it.  At its start a worker binds to its NUMA node and then touches its own slice, so that the pages are spread over
+the nodes.  Then it maps the pages of the other slices, so that serving causes no page faults.  The daemon alone decides
+who may use which bytes (`dispatch/encoder_cache/cache.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from epdd.wire import Lease
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20              # bytes of a huge page on x86 and of most ARM kernels; slices are multiples of it
-PIECE = 64 << 20            # reserved at a time, so that progress can be told
-COLLAPSE_S = 5.0            # so long huge pages are asked for: where memory is in pieces each takes a while to make
+PIECE = 64 << 20            # bytes reserved at a time, to report progress
+COLLAPSE_S = 5.0            # time for making huge pages, which are slow to make if memory is fragmented
 _MFD_HUGE_2MB = 21 << 26
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25     # Linux 5.14, 5.14 and 6.1
@@ -35,7 +34,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def create(size: int, reserved_pages: bool = False) -> int:
     """A file descriptor of `size` bytes of anonymous shared memory.  Raises StartupError.
 
-    With `reserved_pages` it is made of the huge pages that an administrator has set aside, if it gets them.
+    `reserved_pages`: use huge pages that the administrator has reserved (vm.nr_hugepages), if enough are free.
     """
     if reserved_pages:
         try:
@@ -44,7 +43,7 @@ def create(size: int, reserved_pages: bool = False) -> int:
             pass
         else:
             try:
-                mmap.mmap(fd, size).close()     # from now on they are promised to it
+                mmap.mmap(fd, size).close()     # reserves the pages for this file
                 return fd
             except OSError:
                 os.close(fd)
@@ -65,10 +64,10 @@ def _memfd(size: int, flags: int) -> int:
 
 
 class Mapping:
-    """A worker's view of the whole arena, which begins at `address`.
+    """The whole arena, mapped into a worker at `address`.
 
-    Invariant: it is never unmapped.  A tensor made by torch.frombuffer does not keep the mapping alive, so
-    unmapping would leave the tensor pointing at nothing.
+    Invariant: it is never unmapped.  A tensor made by torch.frombuffer does not keep the mapping alive, so after
+    unmapping the tensor would point to unmapped memory.
     """
 
     def __init__(self, fd: int, size: int, huge_pages: bool = False) -> None:
@@ -81,11 +80,11 @@ class Mapping:
             self._advise(0, size, mmap.MADV_HUGEPAGE)
 
     def reserve(self, offset: int, size: int, progress: Callable[[float], None] = lambda done: None) -> None:
-        """Allocate and touch these pages now.  Raises StartupError where memory is short.
+        """Allocate and touch these pages now.  Raises StartupError if memory is short.
 
-        `progress` hears of the share that is done, 0 to 1.  What is free is looked at first: a memfd has no size limit
-        of its own, so fallocate would go on until the kernel kills something for it.  A worker that comes back finds
-        the pages there already.
+        `progress` is called with the share that is done, 0 to 1.  Free memory is checked first: a memfd has no size
+        limit, so fallocate would continue until the kernel kills a process.  A restarted worker finds the pages
+        allocated already.
         """
         if size == 0:
             return
@@ -100,9 +99,9 @@ class Mapping:
             progress((at + piece - offset) / size)
 
     def _reserve(self, offset: int, size: int, collapse: bool) -> None:
-        # Through the mapping first: fallocate knows no advice and would take small pages.
+        # First through the mapping: fallocate ignores madvise and would allocate small pages.
         if collapse and self._huge_pages and not self._reserved_pages:
-            for at in range(offset, offset + size, HUGE):   # what is wholly empty is not made huge
+            for at in range(offset, offset + size, HUGE):   # MADV_COLLAPSE skips ranges without any page
                 self._bytes[at]
             self._advise(offset, size, _MADV_COLLAPSE)
         self._advise(offset, size, _MADV_POPULATE_WRITE)
@@ -113,9 +112,9 @@ class Mapping:
             raise StartupError(f"arena: {size} bytes cannot be reserved: {error.strerror}; {hint}") from None
 
     def populate(self) -> bool:
-        """Map the pages of all slices in this process; False while some are not reserved: nothing was done.
+        """Map the pages of all slices in this process; False, and nothing done, if some are not allocated yet.
 
-        Reserving them is for their own workers, whose memory is bound to the right NUMA nodes.
+        Each worker allocates its own slice, because its memory is bound to the right NUMA node.
         """
         if self._missing > 0:
             return False
@@ -124,7 +123,7 @@ class Mapping:
 
     @property
     def huge_bytes(self) -> int:
-        """How much of it this process has mapped by huge pages, as the kernel tells."""
+        """Bytes of the arena that this process has mapped with huge pages, as the kernel reports."""
         found, inside = 0, False
         with open("/proc/self/smaps") as file:
             for line in file:
@@ -137,7 +136,7 @@ class Mapping:
         return found
 
     def view(self, lease: Lease) -> memoryview:
-        """The lease's bytes, writable, not copied.  Raises WorkerFailed outside the arena."""
+        """The bytes of the lease, writable, not copied.  Raises WorkerFailed if they are outside the arena."""
         if lease.arena:
             raise WorkerFailed(f"arena {lease.arena} is not the host's, and cannot be read here")
         if lease.offset < 0 or lease.size < 0 or lease.offset + lease.size > self.size:
@@ -146,23 +145,23 @@ class Mapping:
 
     @property
     def _missing(self) -> int:
-        """Bytes that nobody has reserved."""
+        """Bytes that are not allocated yet."""
         return self.size - os.fstat(self._fd).st_blocks * 512
 
     @property
     def _reserved_pages(self) -> bool:
-        """Whether it is made of the system's reserved huge pages."""
+        """Whether the arena consists of reserved huge pages."""
         return os.fstatvfs(self._fd).f_bsize == HUGE
 
     def _advise(self, offset: int, size: int, advice: int) -> None:
-        """What an older kernel does not know, or the system forbids, leaves all as it was."""
+        """madvise; if the kernel does not know the advice or forbids it, nothing changes."""
         _libc.madvise(self.address + offset, size, advice)
 
 
 def _map(fd: int, size: int) -> int:
-    """Where it was mapped: at a multiple of HUGE, for the kernel enters only those as huge pages."""
+    """Map the file and return its address, a multiple of HUGE: huge pages need that."""
     failed = ctypes.c_void_p(-1).value
-    # What is left around it of this room takes no memory.
+    # The rest of this address range takes no memory.
     room = _libc.mmap(None, size + HUGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if room != failed:
         address = _libc.mmap(-(-room // HUGE) * HUGE, size, mmap.PROT_READ | mmap.PROT_WRITE,
@@ -173,7 +172,7 @@ def _map(fd: int, size: int) -> int:
 
 
 def _available_bytes() -> int:
-    """What the kernel could give without swapping."""
+    """Bytes that the kernel can allocate without swapping."""
     with open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -1,6 +1,6 @@
-"""Boot and stop, top to bottom: one process, one event loop, no torch.
+"""Start and stop of the daemon, from top to bottom: one process, one event loop, no torch.
 
-Long because it is one story, whose parts are used once.
+The file is long because it is one sequence, and each part is used once.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ from epdd.wire import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-STATUS_S = 5.0              # how often systemd's status text is refreshed without a change
-CLOSE_S = 2.0               # at stop: for answers to leave once all workers are gone; aiohttp's 60 s are systemd's too
+STATUS_S = 5.0              # period of systemd's status text if nothing changes
+CLOSE_S = 2.0               # at stop: time to send answers after all workers have ended (aiohttp's default is 60 s)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the daemon; the exit code is 0 after a clean stop, 78 where starting again cannot help, 75 where it may."""
+    """Run the daemon.  Exit code: 0 clean stop; 75 temporary failure; 78 a retry without a change cannot help."""
     _open_standard_files()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # until the loop runs; by default it would end the process
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # until the loop runs, since its default action ends the process
     code = _run(sys.argv[1:] if argv is None else argv)
     if not log.output().close():
-        os._exit(code)      # who reads the log has stopped, and Python would wait for it to take what it has buffered
+        os._exit(code)      # the reader of the log has stopped, and Python would wait for it at exit
     return code
 
 
 def _open_standard_files() -> None:
-    """Where one was closed by whoever started this, put /dev/null: else the next file to be opened would take its
-    place, here or in a worker, and what a library prints would go into that."""
+    """Open /dev/null for standard files that the parent process has closed.  Otherwise the next file to be opened, here
+    or in a worker, would get that number, and libraries would print into it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)    # takes the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)    # gets the lowest free number, which is this one
     closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         setattr(sys, name, open(os.devnull, "w"))
@@ -100,7 +100,7 @@ def _run(arguments: list[str]) -> int:
         _return_freed_memory()
         descriptors.raise_limit()
         settings = hub.located(settings, settings.model.download)
-        os.environ["HF_HUB_OFFLINE"] = "1"      # no worker's library asks for anything beyond that
+        os.environ["HF_HUB_OFFLINE"] = "1"      # libraries in workers download nothing
         found = checkpoint.look(settings.model.path or str(families.DEMO))
         for warning in found.warnings:
             logger.warning("model %s", warning)
@@ -117,8 +117,8 @@ def _run(arguments: list[str]) -> int:
         size = placement.arena_bytes(settings, topology, family)
 
         def plan() -> list[WorkerSpec]:
-            # The main thread's CPUs, since a thread of the executor may have kept others.  The GPUs as at the start:
-            # a driver that fails for a moment must not move their workers to CPUs.
+            # CPUs of the main thread, as a thread of the executor may have others.  GPUs as at the start: if the driver
+            # fails for a moment, workers must not move to CPUs.
             now = probe(affinity=os.sched_getaffinity(os.getpid()), gpus_known=topology.gpus)
             return placement.plan(now, settings, family, size, emulated)
 
@@ -134,17 +134,17 @@ def _run(arguments: list[str]) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Make the C library give freed image files back to the system at once.
+    """Make the C library return freed memory of image files to the system at once.
 
-    By default its threshold for that rises with the largest block ever freed, and after one busy minute the
-    daemon would stay as large as it was then.
+    By default its threshold rises with the largest block ever freed, so the daemon would stay as large as it was in its
+    busiest minute.
     """
     _libc().mallopt(-3, 128 << 10)      # M_MMAP_THRESHOLD: larger blocks are mapped and unmapped one by one
     _libc().mallopt(-8, 2)              # M_ARENA_MAX: threads share heaps
 
 
 def _libc() -> ctypes.CDLL:
-    """glibc, which torch's wheels need anyway."""
+    """glibc, which torch needs anyway."""
     return ctypes.CDLL("libc.so.6")
 
 
@@ -155,7 +155,7 @@ def _request_log(settings: LogSettings) -> RequestLog | None:
 
 
 class Daemon:
-    """All parts, made in the order they need each other."""
+    """All parts of the daemon, made in the order in which they need each other."""
 
     def __init__(self, settings: Config, found: Look, specs: list[WorkerSpec], arena_bytes: int,
                  arguments: list[str], plan: Callable[[], list[WorkerSpec]], emulated: Emulation | None = None,
@@ -164,12 +164,12 @@ class Daemon:
         self._arguments = arguments
         self._stop = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
-        self._cleanup = ExitStack()     # what a stop leaves to remove
-        self._shutdown_timeout_s = settings.server.shutdown_timeout_s     # 0 once told a second time to stop
+        self._cleanup = ExitStack()     # files to remove at stop
+        self._shutdown_timeout_s = settings.server.shutdown_timeout_s     # 0 after the second signal to stop
         self._exit_code = 0
         self._announced = False
         family = found.family
-        # What makes rows without a model has not the model's name.
+        # Without a real model the fleet must not have the name of one.
         own = found.name if emulated is None or emulated.needs_torch else f"emulated-{emulated.profile.name}"
         name = settings.model.name or own
         label = None if emulated is None else emulated.label()
@@ -195,14 +195,14 @@ class Daemon:
         self._terminal = terminal.Progress()
 
     async def run(self) -> int:
-        """Serve until told to stop.  Raises StartupError."""
+        """Serve until a signal to stop.  Raises StartupError."""
         self._handle_signals()
         application = app.build(self._context)
         runner = Runner(application, self._stats, self._context.connections, CLOSE_S)
         await runner.setup()
         gc.collect()
-        gc.freeze()                 # what stays for ever need not be looked through again and again: 20 ms each time
-        _libc().malloc_trim(0)      # reading a large vocabulary leaves as much again behind
+        gc.freeze()                 # the collector need not look through permanent objects, which takes 20 ms each time
+        _libc().malloc_trim(0)      # reading a large vocabulary leaves as much freed memory behind
         admin: AdminServer | None = None
         try:
             # The API answers before the workers are up: /health says "starting", requests get 503.
@@ -233,13 +233,13 @@ class Daemon:
 
     @property
     def _admin_socket(self) -> Path:
-        """Known once the listener has its port."""
+        """Path of the admin socket; needs the port of the listener."""
         return config.admin_socket(self._settings, self._status.port)
 
     async def _listen(self, runner: web.AppRunner) -> int:
         server = self._settings.server
         try:
-            if server.host == "::":     # asyncio would keep IPv4 out, unlike most servers
+            if server.host == "::":     # asyncio would accept only IPv6, unlike most servers
                 await web.SockSite(runner, both_families(server.port)).start()
             else:
                 await web.TCPSite(runner, server.host, server.port).start()
@@ -262,7 +262,7 @@ class Daemon:
             loop.add_signal_handler(number, self._terminate)
 
     def _terminate(self) -> None:
-        """First: stop accepting and let running requests end; again: stop now."""
+        """First signal: refuse new requests and let running ones end.  Second signal: stop now."""
         if self._stop.is_set():
             logger.warning("epdd stops at once")
             self._shutdown_timeout_s = 0.0
@@ -281,17 +281,17 @@ class Daemon:
             logger.error("epdd stops with requests running count=%s", self._admission.in_flight)
 
     def _reopen(self) -> None:
-        """SIGUSR1: open the request log anew, after somebody has moved the file away."""
+        """SIGUSR1: open the request log again, after logrotate has moved the file."""
         if self._stats.request_log is not None:
             self._stats.request_log.reopen()
 
     def _reload_or_say(self) -> None:
-        """SIGHUP: nobody waits for an answer, so a refusal is only logged."""
+        """SIGHUP: no client waits for an answer, so an error is only logged."""
         with suppress(ConfigError):
             self._reload()
 
     def _reload(self) -> str:
-        """Take what can change while running; says so.  Raises ConfigError: then nothing has changed."""
+        """Apply settings that can change while running.  Raises ConfigError; then nothing has changed."""
         if self._announced:
             systemd.notify(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
@@ -301,14 +301,14 @@ class Daemon:
             logger.error("reload refused, the old settings stay: %s", error.message)
             raise
         finally:
-            if self._announced:     # before that it would say that the start is over
+            if self._announced:     # before that, READY=1 would end the start
                 systemd.notify(READY="1")
         log.setup(fresh.log.level)
         for warning in args.warnings:
             logger.warning("settings %s", warning)
         self._reopen()
         self._route(fresh.router)
-        # CPUs may have come or gone; settings of placement are those of the start.
+        # CPUs may have changed; settings of placement stay those of the start.
         look = asyncio.create_task(self._placement_watcher.check(plan_anew=True))
         self._background.add(look)
         look.add_done_callback(self._background.discard)
@@ -316,14 +316,14 @@ class Daemon:
         return "reloaded"
 
     def _route(self, router: RouterSettings) -> None:
-        """Route by these settings from now on."""
+        """Use these settings of the router from now on."""
         before, now = (" ".join(f"{key}={value}" for key, value in structs.asdict(each).items())
                        for each in (self._encoding.settings, router))
         self._encoding.configure(router)
         logger.info("router %s%s", now, f", before: {before}" if before != now else "")
 
     def _policy(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Changes what the request names of [router], until the next change or reload; the settings in force then.
+        """Changes the settings of [router] in the request, until the next change or reload; returns all of them.
 
         Raises ConfigError.
         """
@@ -335,7 +335,7 @@ class Daemon:
         return self._status.router() | {"policies": POLICIES}
 
     def _verbs(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
-        """What epdctl may ask for."""
+        """Verbs of epdctl."""
         def steer(action: Callable[[str], None]) -> Callable[[dict[str, Any]], str]:
             def verb(request: dict[str, Any]) -> str:
                 name = str(request.get("worker", ""))
@@ -347,11 +347,11 @@ class Daemon:
                 "reload": lambda request: self._reload(), "policy": self._policy, "explain": self._explain}
 
     def _explain(self, request: dict[str, Any]) -> Any:
-        """One request's way through the daemon, or without "request" a list of the last.  Raises NotFound."""
+        """History of one request, or without "request" a list of the last ones.  Raises NotFound."""
         return self._history.explain(str(request["request"])) if "request" in request else self._history.last()
 
     def _changed(self, worker: Worker) -> None:
-        """A worker's state or progress changed."""
+        """The state or progress of a worker has changed."""
         self._terminal.show(self._supervisor.workers)
         self._pipeline.fleet_changed()
         role = self._supervisor.role(worker.role)
@@ -380,7 +380,7 @@ class Daemon:
             self._context.connections.look()
 
     async def _feed_watchdog(self) -> None:
-        """Tell systemd we are alive, from the loop that serves and only while no worker is stuck."""
+        """Feed systemd's watchdog from the serving event loop, and only while no worker is stuck."""
         interval = systemd.watchdog_interval()
         while interval:
             if self._supervisor.stall_detector.progressing:

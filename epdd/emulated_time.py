@@ -1,7 +1,7 @@
-"""How an emulated worker spends its time: plain data that crosses in its spec, a clock and a timeline.
+"""Time models of emulated workers: data of a worker's spec, a clock and a timeline.
 
-A profile file is made of these structs, so every value has been checked when an `EmulatedWorker` exists.  No I/O here
-but reading the monotonic clock.
+A profile file consists of these structs, so an `EmulatedWorker` has only checked values.  The only I/O here is reading
+the monotonic clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SpeedScale = Annotated[float, Meta(ge=SCALE_MIN, le=SCALE_MAX)]
 TokenCount = Annotated[int, Meta(ge=64, le=1 << 30)]
 Samples = Annotated[tuple[tuple[Annotated[int, Meta(ge=1, le=1 << 30)], Seconds], ...], Meta(min_length=1)]
 
-# Patches that an encoder with a formula reports seconds for, as a real one's warm-up does.
+# Numbers of patches for which an encoder with a formula reports seconds, like the warm-up of a real one.
 SAMPLED = (16, 64, 256, 1024, 4096, 16384)
 
 
@@ -41,14 +41,14 @@ class Formula(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Slow(Struct, frozen=True, forbid_unknown_fields=True):
-    """From `after_s` on (emulated seconds since the worker was ready) all takes `factor` times as long."""
+    """From `after_s` on (emulated seconds since the worker was ready), everything takes `factor` times as long."""
 
     after_s: Seconds
     factor: Factor
 
 
 class Group(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What workers of one kind have in common."""
+    """Fields that encoders and prefill-decode workers share."""
 
     kind: Literal["cpu", "gpu"]
     count: Annotated[int, Meta(ge=1, le=256)]
@@ -61,12 +61,12 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("slow: after_s must rise from one to the next")
 
     def slowness(self, now: float) -> float:
-        """The factor in force at `now`, in emulated seconds since the worker was ready."""
+        """The factor at `now`, in emulated seconds since the worker was ready."""
         return next((slow.factor for slow in reversed(self.slow) if slow.after_s <= now), 1.0)
 
 
 class EncoderGroup(Group, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Vision encoders; one image at a time."""
+    """Vision encoders, which encode one image at a time."""
 
     seconds: Formula | Samples          # of an image, n being its patches; or [[patches, seconds], ...]
 
@@ -80,7 +80,7 @@ class EncoderGroup(Group, frozen=True, forbid_unknown_fields=True, kw_only=True)
                 raise ValueError("seconds: a sample's seconds must be over 0")
 
     def image_seconds(self, patches: int) -> float:
-        """Straight lines through the samples; in proportion below the first, along the last line above."""
+        """Seconds of an image: linear between samples, proportional below the first, along the last line above."""
         if isinstance(self.seconds, Formula):
             return self.seconds.seconds(patches)
         points = ((0, 0.0), *self.seconds)
@@ -107,20 +107,20 @@ class PrefillDecodeGroup(Group, frozen=True, forbid_unknown_fields=True, kw_only
         """Seconds of a step of `prefill` prompt tokens and `decoding` sequences.
 
         max(decode.a, prefill / prefill_tokens_per_s) + decode.b * decoding + decode.c * decoding^2: a step reads
-        all weights once (a), or computes longer than that takes; each decoding sequence adds its own share.
+        all weights once (a) or computes, whichever takes longer, and each decoding sequence adds to that.
         """
         return (max(self.decode.a, prefill / self.prefill_tokens_per_s)
                 + self.decode.seconds(decoding) - self.decode.a)
 
 
 class EmulatedModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What gives embeddings their true size where no real model makes them; sizes of images in pixels."""
+    """Sizes that give embeddings their real size without a real model; sizes of images in pixels."""
 
     hidden: Annotated[int, Meta(ge=1, le=1 << 17)]
-    planes: Annotated[int, Meta(ge=1, le=64)]           # 1 + deepstack features
+    planes: Annotated[int, Meta(ge=1, le=64)]           # 1 + deepstack levels
     dtype: Literal["float32", "bfloat16", "float16"]
-    patch: Annotated[int, Meta(ge=1, le=256)]           # pixels a side
-    merge: Annotated[int, Meta(ge=1, le=16)]            # patches a side that become one row
+    patch: Annotated[int, Meta(ge=1, le=256)]           # side in pixels
+    merge: Annotated[int, Meta(ge=1, le=16)]            # merge x merge patches become one image token
     min_pixels: Annotated[int, Meta(ge=1, le=1 << 30)]
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)]
 
@@ -130,32 +130,32 @@ class EmulatedModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class EmulatedWorker(Struct, frozen=True, kw_only=True):
-    """All that an emulated worker needs to know."""
+    """Everything that an emulated worker needs."""
 
     answers: Literal["rows", "demo"]
     scale: float                        # how many times faster than the profile says
     seed: int                           # of the jitter
     group: EncoderGroup | PrefillDecodeGroup
     model: EmulatedModel | None                 # with answers = "rows"
-    text: tuple[int, ...]               # token ids that a PD worker says with answers = "rows"
+    text: tuple[int, ...]               # token ids of a PD worker's answer, with answers = "rows"
 
 
 class Clock:
-    """Emulated seconds since `start`: real ones, `scale` times as fast."""
+    """Emulated seconds since `start`: `scale` times the real ones."""
 
     def __init__(self, scale: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._scale, self._monotonic = scale, monotonic
         self.start()
 
     def start(self) -> None:
-        """It is 0 now."""
+        """Set the clock to 0."""
         self._began = self._monotonic()
 
     def now(self) -> float:
         return (self._monotonic() - self._began) * self._scale
 
     def real(self, seconds: float) -> float:
-        """Real seconds that so many emulated ones last."""
+        """Real seconds that this many emulated seconds take."""
         return seconds / self._scale
 
 
@@ -168,22 +168,22 @@ class Service(Struct, frozen=True):
 
 
 class Timeline:
-    """One piece of work after another, each beginning where the last one ended if it was there by then.
+    """Work of one worker, one piece after another: a piece begins when it has arrived and the previous one has ended.
 
-    Nothing here depends on when the process woke up, so that a busy machine's latencies do not add up.
+    Times do not depend on when the process woke up, so that delays of a busy machine do not add up.
     """
 
     def __init__(self, group: Group, seed: str) -> None:
-        """`seed` is the worker's own: equal seeds give equal jitter."""
+        """`seed` of this worker: equal seeds give equal jitter."""
         self._group = group
         self._random = random.Random(seed)
         self.end = 0.0
 
     def serve(self, ready: float, seconds: float, done: float = 0.0) -> Service:
-        """The next piece of work: `seconds` by its time model, there from `ready` on.
+        """Times of the next piece of work, which arrived at `ready` and takes `seconds` by its time model.
 
-        `done` is when the real work was done: where that is after the modelled end, it is the end, and the next
-        piece begins there, for time that the machine does not have cannot be caught up.
+        `done`: when the real work was done.  If that is later than the modelled end, it is the end, and the next piece
+        begins there, because the machine cannot make up for lost time.
         """
         start = max(ready, self.end)
         sigma = self._group.jitter

@@ -1,13 +1,13 @@
-"""Every exception epdd raises on purpose, with what a client is told.
+"""Every exception that epdd raises on purpose, with what a client is told.
 
-A class carries `status` (HTTP), `code` (the string in the error envelope) and `retryable` (the
-server may try the same work again).  Only `frontend/app.py` turns them into answers; across a
-process edge they travel as `wire.Failed(code, message)` and are rebuilt by `from_wire`.
+A class has `status` (HTTP), `code` (of the error in the answer) and `retryable` (the server may try the same work
+again).  Only `frontend/app.py` turns exceptions into answers.  Between processes they travel as
+`wire.Failed(code, message)`, and `from_wire` makes exceptions of them again.
 """
 
 
 class EpddError(Exception):
-    """Base of all: never raised itself."""
+    """Base class, never raised itself."""
 
     status = 500
     code: str = "internal_error"
@@ -26,7 +26,7 @@ class EpddError(Exception):
 
 
 class StartupError(EpddError):
-    """Starting again without a change would fail the same way."""
+    """The daemon cannot start, and a retry without a change fails again."""
 
     code = "startup_failed"
     exit_code = 78
@@ -39,13 +39,13 @@ class ConfigError(StartupError):
 
 
 class HardwareError(StartupError):
-    """The machine cannot be read or lacks what is needed."""
+    """The machine cannot be inspected, or lacks what epdd needs."""
 
     code = "bad_hardware"
 
 
 class PlacementError(StartupError):
-    """The asked-for workers do not fit this machine."""
+    """The workers that the settings ask for do not fit this machine."""
 
     code = "bad_placement"
 
@@ -57,17 +57,17 @@ class ModelError(StartupError):
 
 
 class AddressTaken(StartupError):
-    """Another process listens where this one should; it may be about to end."""
+    """Another process listens on this port or socket; it may end soon, so systemd tries again."""
 
     code = "address_taken"
-    exit_code = 75      # EX_TEMPFAIL: systemd tries again
+    exit_code = 75      # EX_TEMPFAIL
 
 
 class HubUnreachable(StartupError):
-    """The Hub could not be asked or broke off; the same may succeed later."""
+    """The Hub could not be reached or broke off; a retry may succeed, so systemd tries again."""
 
     code = "hub_unreachable"
-    exit_code = 75      # EX_TEMPFAIL: systemd may try again
+    exit_code = 75      # EX_TEMPFAIL
 
 
 # --- the client's fault: 4xx, not logged as an error
@@ -86,7 +86,7 @@ class BadRequest(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The server has API keys, and the request has none of them."""
+    """The server has API keys, and the request does not send a valid one."""
 
     status = 401
     code = "invalid_api_key"
@@ -101,7 +101,7 @@ class NotFound(RequestError):
 
 
 class MediaError(RequestError):
-    """An image cannot be fetched, read or used; `code` names the fault."""
+    """An image cannot be fetched, read or used; `code` says why."""
 
     code = "invalid_image"
 
@@ -128,7 +128,7 @@ class UnsupportedEncoding(RequestError):
 
 
 class ContextLength(RequestError):
-    """Prompt and answer do not fit the model's context."""
+    """Prompt and answer together exceed the model's context."""
 
     code = "context_length_exceeded"
 
@@ -139,11 +139,11 @@ class Rejected(RequestError):
     code = "prompt_rejected"
 
 
-# --- no room now: the client may come back
+# --- no room now: the client may retry later
 
 
 class CapacityError(EpddError):
-    """The machine is busy or not ready; the same request may succeed later."""
+    """The server is busy or not ready; the same request may succeed later."""
 
     status = 503
     code = "unavailable"
@@ -172,7 +172,7 @@ class NoWorker(CapacityError):
 
 
 class OutOfMemory(CapacityError):
-    """A device has too little free memory for this work, also on a second try by itself."""
+    """A device has too little free memory for this work, even for this work alone."""
 
     code = "out_of_memory"
 
@@ -181,13 +181,13 @@ class OutOfMemory(CapacityError):
 
 
 class WorkerError(EpddError):
-    """Work was handed to a worker and not finished."""
+    """A worker got work and did not finish it."""
 
     code = "worker_error"
 
 
 class WorkerLost(WorkerError):
-    """The worker's process ended while it had the work, or as it was to get it."""
+    """The process of the worker ended while it had the work, or before it got it."""
 
     status = 503
     code = "worker_lost"
@@ -195,7 +195,7 @@ class WorkerLost(WorkerError):
     retry_after_s = 1
 
     def __init__(self, message: str, *, crashed: bool = False) -> None:
-        """`crashed`: it had the work, and nobody asked it to end: the work may be what ended it."""
+        """`crashed`: the worker had the work and was not asked to end, so the work may have crashed it."""
         super().__init__(message)
         self.crashed = crashed
 
@@ -208,28 +208,28 @@ class WorkerTimeout(WorkerError):
 
 
 class WorkerFailed(WorkerError):
-    """The worker reported a fault of its own."""
+    """The worker reported an internal error."""
 
     code = "worker_failed"
 
 
 class DeviceError(WorkerError):
-    """A GPU failed: its worker ends, and the driver is asked about the GPU before the next worker starts."""
+    """A GPU failed: its worker ends, and the daemon asks the driver about the GPU before it starts the next worker."""
 
     code = "device_error"
-    exit_code = 79      # not StartupError's: on a GPU that is still there a new process may well do
+    exit_code = 79      # unlike StartupError, a new process may succeed if the GPU is still there
 
 
 class ProtocolError(EpddError):
-    """A worker sent a message that breaks the wire format, which is a bug: the worker is replaced."""
+    """A worker sent a message that breaks the wire format.  That is a bug, and the worker is replaced."""
 
     code = "protocol_error"
 
 
 def from_wire(code: str, message: str) -> EpddError:
-    """The exception for a `wire.Failed`: image faults are the client's, all else the worker's.
+    """The exception for a `wire.Failed`: image errors are the client's, all others the worker's.
 
-    WorkerLost comes from a prefill-decode worker whose source of rows was lost: an encoder's GPU memory.
+    A prefill-decode worker sends WorkerLost if it was to read from the GPU memory of an encoder that has died.
     """
     if code in IMAGE_CODES:
         return MediaError(message, code=code)
@@ -244,7 +244,7 @@ def from_wire(code: str, message: str) -> EpddError:
     return WorkerFailed(message, code=code)
 
 
-# The names the OpenAI SDK lists for image faults; a worker may answer with these.
+# Codes of image errors in the OpenAI SDK; workers may answer with these.
 IMAGE_CODES = frozenset({
     "invalid_image", "invalid_image_format", "invalid_base64_image", "invalid_image_url",
     "image_too_large", "image_too_small", "image_parse_error", "invalid_image_mode",

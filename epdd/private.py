@@ -1,6 +1,5 @@
-"""Whether other users of this machine could change what lies in a folder: sockets are only made, and only believed,
-where they cannot.
-"""
+"""Checks whether other users of this machine could replace files in a folder.  Sockets are made and used only in
+folders where they cannot."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from pathlib import Path
 
 
 def ours() -> set[int]:
-    """Users who may do what they like with what is ours: we ourselves, and root."""
+    """Users that are trusted: our own and root."""
     return {os.geteuid(), 0}
 
 
 def danger(folder: Path) -> str:
-    """How users other than the folder's owner and root could put something else in its place; empty if they cannot.
+    """How other users than the folder's owner and root could replace the folder or its files; empty if they cannot.
 
-    Raises OSError if it cannot be looked at.
+    Raises OSError if the folder cannot be inspected.
     """
     link = os.lstat(folder)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in ours():
@@ -30,7 +29,7 @@ def danger(folder: Path) -> str:
     for at, (place, info) in enumerate(zip(chain, found)):
         if not _open_to_others(info):
             continue
-        # In a folder like /tmp (sticky) everybody may add something, but only touch what is theirs.
+        # In a sticky folder like /tmp everyone may add files, but change only their own.
         below = found[at + 1].st_uid if at + 1 < len(found) else info.st_uid
         if not (info.st_mode & stat.S_ISVTX and info.st_uid in ours()):
             return f"other users can write to {place} (mode {stat.S_IMODE(info.st_mode):04o})"
@@ -40,14 +39,14 @@ def danger(folder: Path) -> str:
 
 
 def not_ours(folder: Path) -> str:
-    """Why a socket of ours must not be made in this folder; empty if it may.  Raises OSError likewise."""
+    """Why a socket must not be made in this folder; empty if it may.  Raises OSError as `danger` does."""
     owner = os.stat(folder).st_uid
     return danger(folder) or (f"{folder} is {_user(owner)}'s" if owner not in ours() else "")
 
 
 def _open_to_others(info: os.stat_result) -> bool:
-    """Whether somebody besides owner and root can write to it.  Root's group, and one that has its only user's number,
-    are nobody else's."""
+    """Whether other users than owner and root can write to it.  Root's group, and a group with the number of the owner,
+    count as the owner."""
     group = info.st_mode & stat.S_IWGRP and info.st_gid not in (0, info.st_uid)
     return bool(info.st_mode & stat.S_IWOTH or group)
 

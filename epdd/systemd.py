@@ -1,4 +1,4 @@
-"""The service manager's side channel: sd_notify(3) and sd_watchdog_enabled(3), without libsystemd."""
+"""Messages to systemd: sd_notify(3) and sd_watchdog_enabled(3), without libsystemd."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import socket
 
 
 def notify(**state: str | int) -> bool:
-    """Send e.g. `notify(READY=1, STATUS="2 encoders")`.  False without a service manager that listens."""
+    """Send e.g. `notify(READY=1, STATUS="2 encoders")`.  Returns False if no service manager listens."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
     if address[0] == "@":
         address = "\0" + address[1:]        # a name in the abstract namespace, not a file
-    # One assignment is one line: a newline in a value would forge a second one.
+    # One assignment is one line, so a value must not contain a newline.
     message = "\n".join(f"{key}={str(value).replace(chr(10), ' ')}" for key, value in state.items())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.setblocking(False)         # a manager that does not read must not stop the daemon
+            sock.setblocking(False)         # if the manager does not read, the daemon must not wait
             sock.sendto(message.encode(), address)
     except OSError:
         return False
@@ -25,7 +25,7 @@ def notify(**state: str | int) -> bool:
 
 
 def watchdog_interval() -> float | None:
-    """Seconds between `notify(WATCHDOG=1)`: half the time after which systemd kills; None if it does not."""
+    """Seconds between `notify(WATCHDOG=1)`: half of WatchdogSec=; None if that is not set."""
     try:
         limit_us = int(os.environ.get("WATCHDOG_USEC", "0"))
         pid = int(os.environ.get("WATCHDOG_PID") or os.getpid())

@@ -1,4 +1,4 @@
-"""Unix sockets to listen on: private from their first moment; a killed daemon's is replaced, a living one's never."""
+"""Listening Unix sockets.  They are private from the start; the socket of a killed daemon is replaced."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BACKLOG = 128
 
 
 def listen(path: Path, mode: int, group: str, setting: str) -> socket.socket:
-    """A listening socket that its owner, and `group` if it is named, can open as the permissions `mode` say.
+    """A listening socket with file permissions `mode`; `group`, if given, owns it and may use it.
 
-    `setting` names it in errors.  Raises ConfigError (no such group), AddressTaken (another daemon listens there),
-    StartupError (it cannot be made, or other users could change its folder).
+    `setting` names the socket in errors.  Raises ConfigError (no such group), AddressTaken (another daemon listens
+    there), StartupError (it cannot be made, or other users could replace its folder).
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def listen(path: Path, mode: int, group: str, setting: str) -> socket.socket:
         _clear_stale(path, setting)
         listener = socket.socket(socket.AF_UNIX)
         try:
-            # Created closed to all others; opened to a group only once it belongs to it.
+            # Created for the owner alone, then given to the group, and only then opened to the group.
             mask = os.umask(0o177)
             try:
                 listener.bind(str(path))
@@ -50,7 +50,7 @@ def listen(path: Path, mode: int, group: str, setting: str) -> socket.socket:
 
 
 def _clear_stale(path: Path, setting: str) -> None:
-    """Remove the socket of a daemon that was killed; never that of a living one."""
+    """Remove the socket of a killed daemon, never that of a running one."""
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):

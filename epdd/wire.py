@@ -1,4 +1,4 @@
-"""Everything that crosses a process edge between daemon and worker.
+"""Every message between daemon and worker processes.
 
 A frame is `u32 header length, u32 raw length` (little endian), a JSON header and raw bytes.  The header is one of
 the tagged structs below, checked field by field when it is read; raw carries an image's bytes (Encode) or int32
@@ -21,9 +21,9 @@ from epdd.emulated_time import EmulatedWorker
 from epdd.errors import ProtocolError
 
 HEAD = struct.Struct("<II")
-HEADER_BYTES_MAX = 4 << 20    # a Generate with hundreds of spans, a large logit_bias and grammar stays far below
+HEADER_BYTES_MAX = 4 << 20    # far more than a Generate with hundreds of spans, a large logit_bias and a grammar
 RAW_BYTES_MAX = 256 << 20     # an image file or a prompt of 64 million tokens
-CONTENT_LETTERS = 40          # 160 bits: no two files share them by chance
+CONTENT_LETTERS = 40          # 160 bits, so that two files do not share a hash by chance
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class WorkerSpec:
     numa_node: int | None           # memory is bound to it; None: not bound
     threads: int                    # OpenMP threads
     model: str                      # checkpoint folder
-    weights: str = ""               # what families.weights says of its files; empty: any
-    eos_ids: tuple[int, ...] = ()   # tokens that end an answer; empty: those that the folder's settings name
+    weights: str = ""               # digest of its files by families.weights; empty: not checked
+    eos_ids: tuple[int, ...] = ()   # tokens that end an answer; empty: those in the checkpoint's settings
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena
-    arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part this worker touches first
-    huge_pages: bool = True         # for the arena, where the system allows them
+    arena_slice: tuple[int, int] = (0, 0)  # offset, bytes: the part that this worker allocates
+    huge_pages: bool = True         # for the arena, if the system allows them
     kv_tokens: int = 0              # PD: tokens of KV cache; 0: as many as kv_bytes hold
     kv_bytes: int = 0               # PD: bytes for the KV cache when kv_tokens is 0
-    max_batched_tokens: int = 512         # PD: tokens a step may hold, prefill and decode together
+    max_batched_tokens: int = 512   # PD: tokens a step may hold, prefill and decode together
     step_s: float = 0.0             # PD: seconds that a step with decoding sequences should take at most; 0: no limit
-    max_sequences: int = 64             # PD: sequences that run at once
-    max_model_len: int = 0            # tokens; 0: what the checkpoint says
-    pool_bytes: int = 0             # encoder on a GPU: of its memory, for rows that PD workers read there
-    gpu_bytes: int = 0              # of a GPU that it shares, for weights, activations, KV cache; 0: what is free
-    peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own among them
-    quantize: str = ""              # encoder: "int8" where that is faster and near enough; empty: never
+    max_sequences: int = 64         # PD: sequences that run at once
+    max_model_len: int = 0          # tokens; 0: what the checkpoint says
+    pool_bytes: int = 0             # encoder on a GPU: bytes of its memory for embeddings that PD workers read there
+    gpu_bytes: int = 0              # of a shared GPU, for weights, activations and KV cache; 0: all that is free
+    peers: tuple[str, ...] = ()     # PD on a GPU: devices whose memory it can open, its own included
+    quantize: str = ""              # encoder: "int8" if that is faster and exact enough; empty: never
     kv_dtype: str = "auto"          # PD on CPUs: "auto" (the weights'), "float32", "bfloat16"
-    prefix_cache: bool = True       # PD: prompts that begin like earlier ones skip what was computed for those
+    prefix_cache: bool = True       # PD: reuse KV cache of earlier prompts with the same beginning
     heartbeat_s: float = 1.0        # seconds between heartbeats of the working loop
     log_level: str = "info"
-    emulated: EmulatedWorker | None = None  # how its time passes; None: a real worker
+    emulated: EmulatedWorker | None = None  # its time model; None: a real worker
 
     @property
     def placement(self) -> tuple[str, tuple[int, ...], int | None, int]:
@@ -73,7 +73,7 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
 
     offset: int
     size: int
-    arena: int = 0                  # 0: in the host's memory; others: a pool in an encoder's GPU memory
+    arena: int = 0                  # 0: host memory; others: a pool in the GPU memory of an encoder
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -82,9 +82,9 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     rows: int
     grid: tuple[int, int, int]      # t, h, w in patches, before merging
-    lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack features
+    lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack levels
     dtype: str                      # of the lease: "float32" or "bfloat16"
-    digest: str                     # `content_hash` of its file, that of what else changes its embedding, and the salt
+    digest: str                     # hash of the file, of everything else that changes its embedding, and the salt
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,75 +101,75 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
-    logprobs: int = -1              # -1: none; n >= 0: the chosen token's and the n best
+    logprobs: int = -1              # -1: none; n >= 0: of the chosen token and of the n best
     ignore_eos: bool = False
-    grammar: str = ""               # that the answer must follow, in llguidance's Lark; empty: any text
-    think_end_id: int = -1          # the grammar begins after this token; -1: at once
-    think_start_id: int = -1        # but only if the answer begins with this one; -1: it begins inside its thinking
+    grammar: str = ""               # for structured output, in llguidance's Lark; empty: any text
+    think_end_id: int = -1          # the grammar begins after this token; -1: at the first token
+    think_start_id: int = -1        # but only if the answer begins with this one; -1: it begins inside its reasoning
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()     # empty: all
-    # The spellings of words that must not come, as an automaton: in state `from` this token leads to state `to`.  State
-    # 0 is always one of the present ones; a step that leads to 0 completes a word.
+    # Banned words as an automaton of (state, token, next state).  State 0 is always active; a step to state 0 would
+    # complete a banned word.
     bad_words: tuple[tuple[int, int, int], ...] = ()
 
 
 class GpuPool(msgspec.Struct, frozen=True):
-    """Memory of an encoder's GPU that other processes can open, for as long as that encoder lives."""
+    """Memory on the GPU of an encoder that other processes can open while the encoder lives."""
 
     handle: str                     # cudaIpcMemHandle_t in hex
     bytes: int
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """What the kernel really bound, read back by the worker."""
+    """CPUs and memory that the kernel really bound, read back by the worker."""
 
     cpus: tuple[int, ...]
     mem_nodes: tuple[int, ...]      # empty: not bound
     threads: int
-    warning: str = ""               # what was denied, naming the missing capability
+    warning: str = ""               # what was denied, and which capability is missing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithms, floored at -9999 so that JSON can carry them."""
+    """Natural logarithms, at least -9999, because JSON has no infinity."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """How one way to compute embeddings did at an encoder's warm-up."""
+    """Result of one backend at the warm-up of an encoder."""
 
     backend: str
-    seconds: float = 0.0            # for the same part of the tower; 0: not measured
-    note: str = ""                  # why it is not used; empty: it was only slower, or is used
+    seconds: float = 0.0            # for the same part of the tower in each trial; 0: not measured
+    note: str = ""                  # why it cannot be used; empty: it can, but may be slower
 
 
 # --- daemon to worker
 
 
 class Encode(msgspec.Struct, tag="encode", frozen=True, omit_defaults=True):
-    """Encode the image in raw into the lease; answered by Encoded, Failed or Cancelled."""
+    """Encode the image file in raw into the lease.  Answered by Encoded, Failed or Cancelled."""
 
     id: str
     lease: Lease
-    grid: tuple[int, int, int]      # what the daemon computed from the upright size
+    grid: tuple[int, int, int]      # computed by the daemon from the size after rotation
     rows: int
-    size: tuple[int, int]           # width and height as stored, by the header: the decoder must find the same
-    orientation: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1   # EXIF's: how its pixels are turned upright
+    size: tuple[int, int]           # width and height in the header; the decoder must find the same
+    orientation: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1   # EXIF orientation
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
-    """Answer the prompt whose int32 ids are in raw: Prefilled, Tokens..., then Done, Failed or Cancelled."""
+    """Answer the prompt with the int32 ids in raw: Prefilled, Tokens..., then Done, Failed or Cancelled."""
 
     id: str
     spans: tuple[Span, ...]
     sampling: Sampling
-    salt: str = ""                  # of another salt nothing in the prefix cache is used
-    tenant: str = ""                # whose it is: a worker's places are shared fairly between tenants
+    salt: str = ""                  # prefix cache is shared only between equal salts
+    tenant: str = ""                # a worker shares its sequences fairly between tenants
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Stop work `id`; always answered by the work's own last message (Cancelled if it was cut short)."""
+    """Stop work `id`.  The answer is the last message of that work: Cancelled if it was stopped."""
 
     id: str
 
@@ -177,7 +177,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 class OpenArena(msgspec.Struct, tag="open", frozen=True, omit_defaults=True):
     """To a worker on a GPU: leases in this arena may follow.  Answered by Opened.
 
-    Arena 0 is mapped already; the message says that all its pages are there, so that they can be pinned where they are.
+    Arena 0 is already mapped; this message says that all its pages are allocated and can be pinned.
     """
 
     arena: int
@@ -185,9 +185,9 @@ class OpenArena(msgspec.Struct, tag="open", frozen=True, omit_defaults=True):
 
 
 class CloseArena(msgspec.Struct, tag="close", frozen=True):
-    """The pool is gone, with its encoder's process: what has not been read of it cannot be read.  No answer.
+    """The pool is gone because the process of its encoder has ended.  No answer.
 
-    Works that still need it end by Failed with WorkerLost's code.
+    Work that still needs the pool ends with Failed and the code of WorkerLost.
     """
 
     arena: int
@@ -204,34 +204,34 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The worker takes work from now on."""
+    """The worker accepts work from now on."""
 
     binding: Binding
     dtype: str                      # of the weights
     kv_tokens: int = 0              # PD: capacity
-    max_model_len: int = 0            # PD: longest prompt plus answer
+    max_model_len: int = 0          # PD: longest prompt plus answer
     samples: tuple[tuple[int, float], ...] = ()  # encoder warm-up: (patches, seconds)
-    backend: str = ""               # encoder: what computes its products
-    trials: tuple[Trial, ...] = ()  # encoder: how the backends did, when they were measured
+    backend: str = ""               # encoder: backend that it uses
+    trials: tuple[Trial, ...] = ()  # encoder: results of the backends, if they were measured
     parameters: int = 0
     pool: GpuPool | None = None        # encoder on a GPU
-    abilities: tuple[str, ...] = ()  # torch's own word: "AVX512", "bfloat16", "AMX", or the GPU's name
+    abilities: tuple[str, ...] = ()  # as torch reports them: "AVX512", "bfloat16", "AMX", or the name of the GPU
     seconds: float = 0.0            # from spawn to ready
-    arena_huge_bytes: int = 0       # of its slice of the arena, that lie in huge pages: read back
-    warning: str = ""               # what makes it slower than it could be, and what helps
+    arena_huge_bytes: int = 0       # bytes of its slice of the arena in huge pages, read back
+    warning: str = ""               # why it is slower than it could be, and what helps
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True, omit_defaults=True):
-    """Whether an arena can be used: pinned if it is the host's (without that copies are slower), else opened."""
+    """Whether an arena can be used.  Host memory is pinned, as copies are slower without that; a pool is opened."""
 
     arena: int
     error: str = ""                 # why not
 
 
 class Encoded(msgspec.Struct, tag="encoded", frozen=True):
-    """The lease's first `bytes` bytes hold [planes, rows, hidden] of `dtype`; the rest is not needed.
+    """The first `bytes` bytes of the lease hold [planes, rows, hidden] of `dtype`; the rest is free again.
 
-    On a GPU the writes are done, not only launched: so the reader needs no event of the writer's.
+    On a GPU the writes are done, not only launched, so the reader need not wait for an event of the writer.
     """
 
     id: str
@@ -245,7 +245,7 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     """No step will read this request's leases again."""
 
     id: str
-    cached_tokens: int = 0          # of the prompt, that were not computed for it
+    cached_tokens: int = 0          # tokens of the prompt that came from the prefix cache
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
@@ -257,7 +257,7 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
-    """The answer is whole."""
+    """The answer is complete."""
 
     id: str
     reason: str                     # "stop" (EOS, stop_token_ids, or the grammar is complete) or "length"
@@ -265,7 +265,7 @@ class Done(msgspec.Struct, tag="done", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """Work `id` failed; with an empty id, the worker itself did and is about to exit."""
+    """Work `id` failed.  An empty id means that the worker itself failed and will exit."""
 
     id: str
     code: str
@@ -273,20 +273,20 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Cancelled(msgspec.Struct, tag="cancelled", frozen=True):
-    """Work `id` was cut short; the worker touches none of its leases any more."""
+    """Work `id` was stopped; the worker does not touch its leases any more."""
 
     id: str
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
-    """Sent by the working loop itself, so that a stuck loop falls silent."""
+    """Sent by the working loop itself, so a stuck loop sends none."""
 
     steps: int                      # units of work done since start
     running: int = 0
     waiting: int = 0
     kv_used: int = 0                # tokens
-    kv_cached: int = 0              # tokens that nobody uses, kept for prompts to come until their room is needed
-    preempted: int = 0              # in all
+    kv_cached: int = 0              # tokens kept for later prompts, until their blocks are needed
+    preempted: int = 0              # since start
 
 
 ToWorker = Union[Encode, Generate, Cancel, OpenArena, CloseArena]
@@ -299,7 +299,7 @@ _from_worker = msgspec.json.Decoder(FromWorker)
 
 
 def pack(message: ToWorker | FromWorker, raw: bytes | memoryview = b"") -> bytes:
-    """One frame.  The raw part is copied: frames are small beside the work they ask for."""
+    """One frame.  The raw part is copied, which takes little time compared with the work."""
     header = _encoder.encode(message)
     return b"".join((HEAD.pack(len(header), len(raw)), header, raw))
 
@@ -313,12 +313,12 @@ def lengths(head: bytes) -> tuple[int, int]:
 
 
 def to_worker(header: bytes) -> ToWorker:
-    """Raises ProtocolError on anything but a known, well-typed message."""
+    """The message.  Raises ProtocolError unless it is known and all its fields have the right types."""
     return _decode(_to_worker, header)
 
 
 def from_worker(header: bytes) -> FromWorker:
-    """Raises ProtocolError on anything but a known, well-typed message."""
+    """The message.  Raises ProtocolError unless it is known and all its fields have the right types."""
     return _decode(_from_worker, header)
 
 
@@ -330,15 +330,15 @@ def _decode(decoder: msgspec.json.Decoder[T], header: bytes) -> T:
 
 
 class FrameBuffer(Generic[T]):
-    """Cuts a byte stream into frames, (message, raw)."""
+    """Splits a byte stream into frames, (message, raw)."""
 
     def __init__(self, decode: Callable[[bytes], T]) -> None:
-        """`decode`: to_worker at the worker's end, from_worker at the daemon's."""
+        """`decode`: to_worker in a worker, from_worker in the daemon."""
         self._decode = decode
         self._data = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[T, bytes]]:
-        """The frames that `data` completes, to be taken to the end.  Raises ProtocolError at the first bad one."""
+        """Frames completed by `data`; the iterator must be exhausted.  Raises ProtocolError at the first bad frame."""
         self._data += data
         at = 0
         while len(self._data) - at >= HEAD.size:
@@ -353,10 +353,10 @@ class FrameBuffer(Generic[T]):
 
 
 def content_hash(data: bytes) -> str:
-    """Of an image file, CONTENT_LETTERS in hex: with it begins the digest that names its embedding everywhere."""
+    """Hash of an image file, CONTENT_LETTERS in hex.  The digest that names its embedding begins with it."""
     return hashlib.blake2b(data, digest_size=CONTENT_LETTERS // 2).hexdigest()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """The daemon's and the worker's end; neither is inherited by an exec."""
+    """The daemon's end and the worker's end; neither survives an exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

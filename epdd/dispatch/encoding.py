@@ -88,9 +88,9 @@ class Encoding:
         gone, self._workers = self._workers, {worker.name: worker for worker in self._supervisor.role("encoder")}
         now = time.monotonic()
         for name, worker in self._workers.items():
-            self.router.pools.set_lane(name, worker.kind, self.model(worker), worker.takes_work, now)
+            self.router.replicas.set_replica(name, worker.kind, self.model(worker), worker.takes_work, now)
         for name in gone.keys() - self._workers.keys():
-            self.router.pools.drop_lane(name)
+            self.router.replicas.drop_replica(name)
             del self._models[name]
         self.pump()
 
@@ -109,7 +109,7 @@ class Encoding:
         self._timer = None if wake_at is None else asyncio.get_running_loop().call_later(wake_at - now, self.pump)
 
     def _hand_over(self, choice: RoutingDecision) -> None:
-        job, worker = choice.job, self._workers[choice.lane.name]
+        job, worker = choice.job, self._workers[choice.replica.name]
         assert isinstance(job, ImageJob)
         embedding, image = job.embedding, job.embedding.image
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)

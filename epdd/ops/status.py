@@ -112,8 +112,8 @@ class Status:
 
     def _worker(self, worker: Worker) -> dict[str, Any]:
         ready = worker.ready
-        lane = self._encoding.router.pools.lanes.get(worker.name)
-        held = lane.held if lane else []
+        replica = self._encoding.router.replicas.by_name.get(worker.name)
+        held = replica.held if replica else []
         pid = worker.process.pid if worker.process and ready else None
         # As the kernel has it now; what the worker read back at its start may be history.
         cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
@@ -155,13 +155,13 @@ class Status:
     def router(self) -> dict[str, Any]:
         """The router's settings in force, and the numbers that it decides by."""
         router = self._encoding.router
-        pools, source = router.pools, self._encoding.ratio_source
+        replicas, source = router.replicas, self._encoding.ratio_source
         budget = router.budget(router.waiting)
         return structs.asdict(self._encoding.settings) | {
             "ratio": router.ratio() if source != "none" else None, "ratio_source": source,
             "ratio_set": router.ratio_set or None, "ratio_measured": router.ratio_measured(),
-            "i_cpu": pools.in_flight[CPU], "i_gpu": pools.in_flight[GPU],
-            "n_cpu": pools.count[CPU], "n_gpu": pools.count[GPU],
+            "i_cpu": replicas.in_flight[CPU], "i_gpu": replicas.in_flight[GPU],
+            "n_cpu": replicas.count[CPU], "n_gpu": replicas.count[GPU],
             # Without GPUs the budget is unbounded, which JSON cannot say.
             "budget_cpu": None if budget == float("inf") else budget,
             "queue_jobs": len(router.queue), "queue_cost": router.waiting,

@@ -58,7 +58,7 @@ class Fleet:
 
     def held(self, name):
         """Images handed to an encoder and not ended."""
-        return self.encoding.router.pools.lanes[name].held
+        return self.encoding.router.replicas.by_name[name].held
 
     async def at_rest(self):
         """Until nothing is in flight; then every counter must be at its start."""
@@ -69,8 +69,8 @@ class Fleet:
         assert all(e.ref_count == 0 and e.pins == 0 for e in self.cache._entries.values())
         router = self.encoding.router
         assert not router.queue and router.waiting == 0 and not self.encoding._jobs
-        assert all(not lane.held for lane in router.pools.lanes.values())
-        assert router.pools.in_flight == {"cpu": 0.0, "gpu": 0.0}
+        assert all(not replica.held for replica in router.replicas.by_name.values())
+        assert router.replicas.in_flight == {"cpu": 0.0, "gpu": 0.0}
 
 
 @asynccontextmanager

@@ -52,9 +52,9 @@ async def test_a_switch_under_load_loses_nothing(policy):
         router = fleet.encoding.router
         while not router.queue or fleet.supervisor.find("encoder/0").in_flight == 0:
             await asyncio.sleep(0)
-        images, handed_over = len(router.queue), sum(router.pools.in_flight.values()) / 64
+        images, handed_over = len(router.queue), sum(router.replicas.in_flight.values()) / 64
         fleet.encoding.configure(RouterSettings(policy, "image", 6.0))
-        assert router.waiting + sum(router.pools.in_flight.values()) == images + handed_over
+        assert router.waiting + sum(router.replicas.in_flight.values()) == images + handed_over
         assert (router.ratio(), fleet.encoding.settings) == (6.0, RouterSettings(policy, "image", 6.0))
         assert await asyncio.gather(*asks) == [[expected(b"%d" % i, b"%d!" % i)] for i in range(12)]
         await fleet.at_rest()

@@ -47,7 +47,7 @@ async def test_a_worker_whose_gpu_is_gone_is_given_up_at_once_and_others_serve(m
                                      "CUDA error: device-side assert triggered")
         fleet.supervisor.resume("encoder/1")
         assert await fleet.ask(request("r2", b"one")) == [expected(b"one")]
-        assert fleet.encoding.router.pools.count[GPU] == 0
+        assert fleet.encoding.router.replicas.count[GPU] == 0
         lost.cancel()
         # An operator who has mended it says so.
         monkeypatch.setattr(gpus, "lost", lambda index: "")

@@ -26,8 +26,8 @@ def check_rest(house: House) -> None:
             "references": sum(entry.ref_count for entry in cache._entries.values()),
             "pins": sum(entry.pins for entry in cache._entries.values()),
             "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(house.encoding._jobs),
-            "in lanes": sum(len(lane.held) for lane in router.pools.lanes.values()),
-            "in flight": sum(router.pools.in_flight.values()),
+            "in replicas": sum(len(replica.held) for replica in router.replicas.by_name.values()),
+            "in flight": sum(router.replicas.in_flight.values()),
             "isolated": int(house.encoding.crashes.isolating)}
     if left := {name: value for name, value in rest.items() if value}:
         raise Violation(f"left at rest: {left}")

@@ -179,7 +179,7 @@ class _Run:
     def _assign(self, now: float) -> None:
         while (choice := self.router.assign(now)) is not None:
             assert isinstance(choice.job, Work)
-            self._begin(self._seats[choice.lane.name], choice.job, now)
+            self._begin(self._seats[choice.replica.name], choice.job, now)
 
     def _arrive(self, i: int, now: float) -> None:
         images = self._requests[i].images
@@ -203,7 +203,7 @@ class _Run:
         if life != seat.life:
             return      # it died first
         work, seconds = seat.held.popleft()
-        self.router.pools.lanes[seat.encoder.name].model.observe(work.patches, seconds, now)
+        self.router.replicas.by_name[seat.encoder.name].model.observe(work.patches, seconds, now)
         self.router.ended(work, now)
         self._outcome.encoded.append(Encoded(work.request, len(work.parts), work.patches, seat.encoder.name,
                                              work.queued, work.started, now))
@@ -214,11 +214,11 @@ class _Run:
 
     def _die(self, death: Death, now: float) -> None:
         seat = self._seats[death.encoder]
-        lane = self.router.pools.lanes[death.encoder]
-        if not lane.taking:
+        replica = self.router.replicas.by_name[death.encoder]
+        if not replica.taking:
             return
         seat.life += 1
-        self.router.pools.set_lane(lane.name, lane.kind, lane.model, False, now)
+        self.router.replicas.set_replica(replica.name, replica.kind, replica.model, False, now)
         lost = [work for work, _ in seat.held]
         seat.held.clear()
         for work in lost:
@@ -232,4 +232,4 @@ class _Run:
     def _come(self, seat: _Seat, now: float) -> None:
         seat.line.end = now
         model = TimeModel(seat.encoder.group.samples(PATCHES_MAX))
-        self.router.pools.set_lane(seat.encoder.name, seat.encoder.group.kind, model, True, now)
+        self.router.replicas.set_replica(seat.encoder.name, seat.encoder.group.kind, model, True, now)

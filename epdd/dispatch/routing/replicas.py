@@ -13,10 +13,10 @@ from epdd.dispatch.routing.time_models import TimeModel
 
 CPU, GPU = "cpu", "gpu"
 DRIFT = 1e-6            # no job weighs so little: what is left of sums of fractions
-SAMPLE_MAX = 16         # lanes that are looked at one by one in a decision
+SAMPLE_MAX = 16         # replicas that are looked at one by one in a decision
 SECONDS_MIN = 1e-6      # no image takes less: a model fed by a stopped clock may say so
 
-ReplicaEntry = tuple[float, int, "EncoderReplica"]       # sorted by the first two: no two lanes have the same number
+ReplicaEntry = tuple[float, int, "EncoderReplica"]       # sorted by the first two: no two replicas have the same number
 
 
 class EncoderReplica:
@@ -73,14 +73,14 @@ class EncoderReplica:
             self._since = now
         if predicted:
             self._first_s, self._rest_s = predicted[0], sum(predicted[1:])
-        # Sums of fractions drift: an empty lane holds nothing.
+        # Sums of fractions drift: an empty replica holds nothing.
         self.in_flight = self.in_flight - cost if self.held else 0.0
 
 
 class ReplicaSet:
-    """All lanes, sorted by what they can do now.
+    """All replicas, sorted by what they can do now.
 
-    Of those that take work, a lane is idle (holds nothing), open (is done within `ahead_s`: the next image can be
+    Of those that take work, a replica is idle (holds nothing), open (is done within `ahead_s`: the next image can be
     handed over, to be prepared meanwhile) or closed.
     """
 
@@ -88,9 +88,9 @@ class ReplicaSet:
         self.unit = unit
         self.ahead_s = ahead_s
         self.typical_patches = typical_patches
-        self.by_load = False                # open lanes: least loaded first, instead of first done first
-        self.lanes: dict[str, EncoderReplica] = {}
-        # Of the lanes that take work: cost in flight, how many, and typical images a second.
+        self.by_load = False                # open replicas: least loaded first, instead of first done first
+        self.by_name: dict[str, EncoderReplica] = {}
+        # Of the replicas that take work: cost in flight, how many, and typical images a second.
         self.in_flight = {CPU: 0.0, GPU: 0.0}
         self.count = {CPU: 0, GPU: 0}
         self.rate = {CPU: 0.0, GPU: 0.0}
@@ -103,114 +103,117 @@ class ReplicaSet:
 
     # --- the fleet
 
-    def set_lane(self, name: str, kind: str, model: TimeModel, taking: bool, now: float) -> EncoderReplica:
-        """Add a lane, or give it another time model or another will to work."""
-        lane = self.lanes.get(name)
-        if lane is None or lane.kind != kind and not lane.held:
-            if lane is not None:
-                self.drop_lane(name)
-            lane = self.lanes[name] = EncoderReplica(name, kind, model, self._numbers)
+    def set_replica(self, name: str, kind: str, model: TimeModel, taking: bool, now: float) -> EncoderReplica:
+        """Add a replica, or give it another time model or another will to work."""
+        replica = self.by_name.get(name)
+        if replica is None or replica.kind != kind and not replica.held:
+            if replica is not None:
+                self.drop_replica(name)
+            replica = self.by_name[name] = EncoderReplica(name, kind, model, self._numbers)
             self._numbers += 1
-        elif lane.model is model and lane.taking is taking:
-            return lane
-        self._forget(lane)
-        lane.model, lane.taking = model, taking
+        elif replica.model is model and replica.taking is taking:
+            return replica
+        self._forget(replica)
+        replica.model, replica.taking = model, taking
         self._turns = None
-        self._place(lane, now)
-        return lane
+        self._place(replica, now)
+        return replica
 
-    def drop_lane(self, name: str) -> None:
-        """A lane that is no more; it must hold nothing."""
-        lane = self.lanes.pop(name)
-        assert not lane.held, "a lane that is gone still holds jobs"
-        self._forget(lane)
+    def drop_replica(self, name: str) -> None:
+        """A replica that is no more; it must hold nothing."""
+        replica = self.by_name.pop(name)
+        assert not replica.held, "a replica that is gone still holds jobs"
+        self._forget(replica)
         self._turns = None
 
-    def take(self, lane: EncoderReplica, job: Job, now: float) -> None:
-        """`job` is handed to `lane`."""
-        self._forget(lane)
-        lane.take(job, job.cost(self.unit), now)
-        self._place(lane, now)
+    def take(self, replica: EncoderReplica, job: Job, now: float) -> None:
+        """`job` is handed to `replica`."""
+        self._forget(replica)
+        replica.take(job, job.cost(self.unit), now)
+        self._place(replica, now)
 
-    def let_go(self, lane: EncoderReplica, job: Job, now: float) -> None:
-        """`lane` is done with `job`, one way or the other."""
-        self._forget(lane)
-        lane.let_go(job, job.cost(self.unit), now)
-        self._place(lane, now)
+    def let_go(self, replica: EncoderReplica, job: Job, now: float) -> None:
+        """`replica` is done with `job`, one way or the other."""
+        self._forget(replica)
+        replica.let_go(job, job.cost(self.unit), now)
+        self._place(replica, now)
 
     def rebuild(self, now: float, unit: str | None = None) -> None:
-        """Sort all lanes anew: after a change of unit, order or typical size."""
-        lanes = list(self.lanes.values())
-        for lane in lanes:
-            self._forget(lane)
+        """Sort all replicas anew: after a change of unit, order or typical size."""
+        replicas = list(self.by_name.values())
+        for replica in replicas:
+            self._forget(replica)
         self.unit = unit or self.unit
-        for lane in lanes:
-            lane.in_flight = sum(job.cost(self.unit) for job in lane.held)
-            self._place(lane, now)
+        for replica in replicas:
+            replica.in_flight = sum(job.cost(self.unit) for job in replica.held)
+            self._place(replica, now)
 
-    def _forget(self, lane: EncoderReplica) -> None:
-        for entries, entry in lane.places:
+    def _forget(self, replica: EncoderReplica) -> None:
+        for entries, entry in replica.places:
             del entries[bisect_left(entries, entry)]
-        if lane.places:
-            self.count[lane.kind] -= 1
-            left = self.in_flight[lane.kind] - lane.in_flight
-            self.in_flight[lane.kind] = left if left > DRIFT else 0.0
-            self.rate[lane.kind] = self.rate[lane.kind] - 1.0 / lane.seconds if self.count[lane.kind] else 0.0
-        lane.places = []
+        if replica.places:
+            self.count[replica.kind] -= 1
+            left = self.in_flight[replica.kind] - replica.in_flight
+            self.in_flight[replica.kind] = left if left > DRIFT else 0.0
+            rate = self.rate[replica.kind] - 1.0 / replica.seconds
+            self.rate[replica.kind] = rate if self.count[replica.kind] else 0.0
+        replica.places = []
 
-    def _place(self, lane: EncoderReplica, now: float) -> None:
-        if not lane.taking:
+    def _place(self, replica: EncoderReplica, now: float) -> None:
+        if not replica.taking:
             return
-        self._count_in(lane)
-        if not lane.held:
-            self._insert(lane, self._idle[lane.kind], lane.seconds)
-        elif lane.until - self.ahead_s <= now and not lane.alone:
-            self._insert(lane, self._open[lane.kind], lane.in_flight if self.by_load else lane.until + lane.seconds)
+        self._count_in(replica)
+        if not replica.held:
+            self._insert(replica, self._idle[replica.kind], replica.seconds)
+        elif replica.until - self.ahead_s <= now and not replica.alone:
+            key = replica.in_flight if self.by_load else replica.until + replica.seconds
+            self._insert(replica, self._open[replica.kind], key)
         else:
-            self._insert(lane, self._closed, lane.seconds)
-            if not lane.alone:
-                self._insert(lane, self._opening, lane.until - self.ahead_s)
+            self._insert(replica, self._closed, replica.seconds)
+            if not replica.alone:
+                self._insert(replica, self._opening, replica.until - self.ahead_s)
 
-    def _count_in(self, lane: EncoderReplica) -> None:
-        self.count[lane.kind] += 1
-        self.in_flight[lane.kind] += lane.in_flight
-        lane.seconds = max(lane.model.predict(self.typical_patches), SECONDS_MIN)
-        self.rate[lane.kind] += 1.0 / lane.seconds
+    def _count_in(self, replica: EncoderReplica) -> None:
+        self.count[replica.kind] += 1
+        self.in_flight[replica.kind] += replica.in_flight
+        replica.seconds = max(replica.model.predict(self.typical_patches), SECONDS_MIN)
+        self.rate[replica.kind] += 1.0 / replica.seconds
 
-    def _insert(self, lane: EncoderReplica, entries: list[ReplicaEntry], key: float) -> None:
-        entry = (key, lane.number, lane)
+    def _insert(self, replica: EncoderReplica, entries: list[ReplicaEntry], key: float) -> None:
+        entry = (key, replica.number, replica)
         insort(entries, entry)
-        lane.places.append((entries, entry))
+        replica.places.append((entries, entry))
 
     # --- what the policies look at
 
     def advance(self, now: float) -> None:
-        """Open the lanes whose time has come."""
+        """Open the replicas whose time has come."""
         while self._opening and self._opening[0][0] <= now:
-            lane = self._opening[0][2]
-            self._forget(lane)
-            self._place(lane, now)
+            replica = self._opening[0][2]
+            self._forget(replica)
+            self._place(replica, now)
 
     def opens_at(self) -> float | None:
-        """When the next closed lane opens."""
+        """When the next closed replica opens."""
         return self._opening[0][0] if self._opening else None
 
     def idle(self, kind: str, but: str | None = None) -> EncoderReplica | None:
         """The fastest that holds nothing; the one of that name only if there is no other."""
-        lanes = self._idle[kind]
-        return next((lane for _, _, lane in lanes if lane.name != but), lanes[0][2] if lanes else None)
+        replicas = self._idle[kind]
+        first = replicas[0][2] if replicas else None
+        return next((replica for _, _, replica in replicas if replica.name != but), first)
 
     def open(self, kind: str, now: float) -> EncoderReplica | None:
         """The best of those that are nearly done."""
         entries = self._open[kind]
         while entries:
-            lane = entries[0][2]
-            if lane.remaining(now) <= self.ahead_s:
-                return lane
+            replica = entries[0][2]
+            if replica.remaining(now) <= self.ahead_s:
+                return replica
             # Late, and likely to be later: it gets nothing more until it is done with something.
-            self._forget(lane)
-            self._count_in(lane)
-            self._insert(lane, self._closed, lane.seconds)
+            self._forget(replica)
+            self._count_in(replica)
+            self._insert(replica, self._closed, replica.seconds)
         return None
 
     def first(self, kind: str, now: float) -> EncoderReplica | None:
@@ -220,26 +223,26 @@ class ReplicaSet:
     def candidates(self, now: float) -> list[EncoderReplica]:
         """The best of each kind and state: one of them is the first to finish a job, whatever its size."""
         found = (self.idle(GPU), self.open(GPU, now), self.idle(CPU), self.open(CPU, now))
-        return [lane for lane in found if lane is not None]
+        return [replica for replica in found if replica is not None]
 
     @property
     def any_open(self) -> bool:
         return any(self._idle.values()) or any(self._open.values())
 
-    def is_open(self, lane: EncoderReplica, now: float) -> bool:
-        return lane.taking and not lane.alone and lane.remaining(now) <= self.ahead_s
+    def is_open(self, replica: EncoderReplica, now: float) -> bool:
+        return replica.taking and not replica.alone and replica.remaining(now) <= self.ahead_s
 
     def faster(self, seconds: float) -> tuple[list[EncoderReplica], int]:
-        """Closed lanes that need less than `seconds` for an image of typical size, and how many there are.
+        """Closed replicas that need less than `seconds` for an image of typical size, and how many there are.
 
         Of many only some, evenly spread: they stand for all, and a decision stays cheap.
         """
         count = bisect_left(self._closed, (seconds,))
         step = -(-count // SAMPLE_MAX) or 1
-        return [lane for _, _, lane in self._closed[:count:step]], count
+        return [replica for _, _, replica in self._closed[:count:step]], count
 
     def turns(self) -> list[EncoderReplica]:
         """Encoders that take work, as the fleet lists them."""
         if self._turns is None:
-            self._turns = [lane for lane in self.lanes.values() if lane.taking]
+            self._turns = [replica for replica in self.by_name.values() if replica.taking]
         return self._turns

@@ -20,10 +20,10 @@ def model(seconds):
 
 
 def router(policy, unit="image", ratio=12.0, slack=0.0, ahead_s=AHEAD_S, now=0.0, **seconds):
-    """With lanes of these names; a name's first three letters are its kind."""
+    """With replicas of these names; a name's first three letters are its kind."""
     made = Router(policy, unit, ratio, slack, ahead_s, PATCHES)
     for name, each in seconds.items():
-        made.pools.set_lane(name, name[:3], model(each), True, now)
+        made.replicas.set_replica(name, name[:3], model(each), True, now)
     return made
 
 
@@ -39,16 +39,16 @@ def come(router, count, now=0.0, **more):
 
 
 def assigned(router, now=0.0):
-    """Names of the lanes that get something now, in order."""
+    """Names of the replicas that get something now, in order."""
     names = []
     while (choice := router.assign(now)) is not None:
-        names.append(choice.lane.name)
+        names.append(choice.replica.name)
     return names
 
 
 def end(router, name, now):
-    """The oldest of a lane's jobs is done."""
-    ended = router.pools.lanes[name].held[0]
+    """The oldest of a replica's jobs is done."""
+    ended = router.replicas.by_name[name].held[0]
     router.ended(ended, now)
     return ended
 
@@ -65,7 +65,7 @@ def test_many_images_of_one_tenant_do_not_keep_another_waiting(policy):
         if choice := made.assign(now):
             order.append(choice.job.tenant)
         now += 0.1
-        for held in [*made.pools.lanes["cpu"].held]:
+        for held in [*made.replicas.by_name["cpu"].held]:
             if now >= held.started + held.patches / PATCHES:
                 made.ended(held, now)
     assert order[:7].count("few") == 3 and order.count("many") == 50
@@ -106,101 +106,101 @@ def test_budget_is_the_published_formula():
 
 
 def test_budget_counts_what_waits_behind_on_the_gpus_side():
-    pools = router("budget", gpu0=0.1, cpu0=1.2, cpu1=1.2, cpu2=1.2, cpu3=1.2)
-    come(pools, 14)
+    routing = router("budget", gpu0=0.1, cpu0=1.2, cpu1=1.2, cpu2=1.2, cpu3=1.2)
+    come(routing, 14)
     # Of 14 jobs, 13 wait behind the first: B = 13 * 4 / 12 > 0, so a CPU.  Then I_cpu = 1 < 12 / 3, 2 < 11 / 3,
     # 3 < 10 / 3; 4 >= 9 / 3: the GPU, which holds one now and takes another 0.25 s ahead: its queue is 0.1 s long
     # each time, so three more.  Then all are full.
-    assert assigned(pools) == ["cpu0", "cpu1", "cpu2", "cpu3", "gpu0", "gpu0", "gpu0"]
-    assert pools.waiting == 7
-    assert pools.budget(pools.waiting) == pytest.approx((3 + 7) * 4 / 12)
+    assert assigned(routing) == ["cpu0", "cpu1", "cpu2", "cpu3", "gpu0", "gpu0", "gpu0"]
+    assert routing.waiting == 7
+    assert routing.budget(routing.waiting) == pytest.approx((3 + 7) * 4 / 12)
 
 
 def test_budget_is_real_valued():
-    pools = router("budget", ahead_s=math.inf, gpu0=0.1, cpu0=1.2, cpu1=1.2, cpu2=1.2, cpu3=1.2)
+    routing = router("budget", ahead_s=math.inf, gpu0=0.1, cpu0=1.2, cpu1=1.2, cpu2=1.2, cpu3=1.2)
     names = []
     for _ in range(9):
-        come(pools, 1)
-        names += assigned(pools)
+        come(routing, 1)
+        names += assigned(routing)
     # I_gpu 0: B = 0, GPU.  1: B = 1/3 > 0, CPU.  1 >= 1/3, 2/3, 3/3: GPU until I_gpu = 4, B = 4/3.
     assert names == ["gpu0", "cpu0", "gpu0", "gpu0", "gpu0", "cpu1", "gpu0", "gpu0", "gpu0"]
 
 
 def test_budget_gives_a_free_gpu_work_though_the_rule_would_let_it_wait_for_a_cpu():
-    pools = router("budget", gpu0=0.1, cpu0=1.2)
-    come(pools, 40)
+    routing = router("budget", gpu0=0.1, cpu0=1.2)
+    come(routing, 40)
     # B = 39 / 12 > 0: a CPU.  Then B = 38 / 12 > 1 says CPU again, which is full: the GPU is free.
-    choices = [pools.assign(0.0) for _ in range(2)]
-    assert [choice.lane.name for choice in choices] == ["cpu0", "gpu0"]
+    choices = [routing.assign(0.0) for _ in range(2)]
+    assert [choice.replica.name for choice in choices] == ["cpu0", "gpu0"]
     assert choices[0].reason == "I_cpu 0 < B_cpu 3.25" and choices[1].reason == "CPU pool full, GPU free"
 
 
 def test_budget_over_its_measure_waits_for_the_gpu():
-    pools = router("budget", ratio=1000.0, gpu0=1.0, cpu0=1.2)
-    come(pools, 3)
+    routing = router("budget", ratio=1000.0, gpu0=1.0, cpu0=1.2)
+    come(routing, 3)
     # B = 2 / 1000 > 0: a CPU.  I_cpu 1 >= B: the GPU, and the third waits for it.
-    assert assigned(pools) == ["cpu0", "gpu0"]
-    end(pools, "cpu0", 0.5)
-    assert assigned(pools, 0.5) == ["cpu0"]     # I_cpu 0 < (1 + 0) / 1000
-    assert pools.waiting == 0
+    assert assigned(routing) == ["cpu0", "gpu0"]
+    end(routing, "cpu0", 0.5)
+    assert assigned(routing, 0.5) == ["cpu0"]     # I_cpu 0 < (1 + 0) / 1000
+    assert routing.waiting == 0
 
 
 def test_budget_without_gpus_is_without_limit():
-    pools = router("budget", cpu0=1.2, cpu1=1.2)
-    come(pools, 3)
-    assert pools.budget(99) == math.inf and assigned(pools) == ["cpu0", "cpu1"]
+    routing = router("budget", cpu0=1.2, cpu1=1.2)
+    come(routing, 3)
+    assert routing.budget(99) == math.inf and assigned(routing) == ["cpu0", "cpu1"]
 
 
 @pytest.mark.parametrize("unit, cost", [("patch", 500.0), ("image", 1.0), ("request", 0.25)])
 def test_units(unit, cost):
-    pools = router("budget", unit, gpu0=0.1)
-    come(pools, 1, patches=500, images=4)
-    assert pools.waiting == cost
-    assigned(pools)
-    assert pools.pools.in_flight == {"cpu": 0.0, "gpu": cost} and pools.waiting == 0
+    routing = router("budget", unit, gpu0=0.1)
+    come(routing, 1, patches=500, images=4)
+    assert routing.waiting == cost
+    assigned(routing)
+    assert routing.replicas.in_flight == {"cpu": 0.0, "gpu": cost} and routing.waiting == 0
 
 
 def test_another_unit_at_run_time_counts_all_anew():
-    pools = router("budget", "image", gpu0=1.0, cpu0=1.2)
-    come(pools, 6, patches=500, images=2)
-    names = assigned(pools)
-    pools.configure("least-loaded", "patch", 0.0, 0.0, 0.0)
-    assert sum(pools.pools.in_flight.values()) == 500 * len(names)
-    assert pools.waiting == 500 * (6 - len(names))
-    pools.configure("budget", "request", 0.0, 0.0, 0.0)
-    assert sum(pools.pools.in_flight.values()) == len(names) / 2 and pools.waiting == (6 - len(names)) / 2
+    routing = router("budget", "image", gpu0=1.0, cpu0=1.2)
+    come(routing, 6, patches=500, images=2)
+    names = assigned(routing)
+    routing.configure("least-loaded", "patch", 0.0, 0.0, 0.0)
+    assert sum(routing.replicas.in_flight.values()) == 500 * len(names)
+    assert routing.waiting == 500 * (6 - len(names))
+    routing.configure("budget", "request", 0.0, 0.0, 0.0)
+    assert sum(routing.replicas.in_flight.values()) == len(names) / 2 and routing.waiting == (6 - len(names)) / 2
     for name in names:
-        end(pools, name, 1.0)
-    assert pools.pools.in_flight == {"cpu": 0.0, "gpu": 0.0}
+        end(routing, name, 1.0)
+    assert routing.replicas.in_flight == {"cpu": 0.0, "gpu": 0.0}
 
 
 # --- earliest
 
 def test_earliest_counts_backlog_and_this_job():
-    pools = router("earliest", ahead_s=math.inf, gpu0=0.1, cpu0=0.35)
-    come(pools, 5)
+    routing = router("earliest", ahead_s=math.inf, gpu0=0.1, cpu0=0.35)
+    come(routing, 5)
     # The GPU is done at 0.1, 0.2, 0.3 (the CPU would be at 0.35), then the CPU's 0.35 < 0.4; then 0.4.
-    assert assigned(pools) == ["gpu0", "gpu0", "gpu0", "cpu0", "gpu0"]
+    assert assigned(routing) == ["gpu0", "gpu0", "gpu0", "cpu0", "gpu0"]
 
 
 @pytest.mark.parametrize("waiting, taken", [(1, None), (11, None), (12, 11), (40, 11)])
-def test_earliest_gives_a_slow_lane_the_first_job_that_the_fast_one_would_not_finish_sooner(waiting, taken):
-    pools = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=1.25)
-    come(pools, 1)
-    assert assigned(pools) == ["gpu0"]
-    jobs = come(pools, waiting)
+def test_earliest_gives_a_slow_replica_the_first_job_that_the_fast_one_would_not_finish_sooner(waiting, taken):
+    routing = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=1.25)
+    come(routing, 1)
+    assert assigned(routing) == ["gpu0"]
+    jobs = come(routing, waiting)
     # The GPU is done with its own at 0.1 s, with eleven of these at 1.2 s, and the twelfth would be at 1.3 > 1.25 s.
-    choice = pools.assign(0.0)
+    choice = routing.assign(0.0)
     assert (choice and jobs.index(choice.job)) == taken
     if choice:
-        assert choice.lane.name == "cpu0"
+        assert choice.replica.name == "cpu0"
         assert choice.reason == "finishes first: faster ones have 11000 patches before it"
 
 
 def test_earliest_does_not_wait_for_one_that_is_hardly_faster():
-    pools = router("earliest", ahead_s=0.0, cpu0=1.0, cpu1=1.05)
-    come(pools, 2)
-    assert assigned(pools) == ["cpu0", "cpu1"]
+    routing = router("earliest", ahead_s=0.0, cpu0=1.0, cpu1=1.05)
+    come(routing, 2)
+    assert assigned(routing) == ["cpu0", "cpu1"]
     waits = router("earliest", ahead_s=0.0, cpu0=1.0, cpu1=1.9)
     come(waits, 1)
     assert assigned(waits) == ["cpu0"]
@@ -209,205 +209,205 @@ def test_earliest_does_not_wait_for_one_that_is_hardly_faster():
 
 
 def test_earliest_looks_past_its_horizon_at_a_long_queue():
-    pools = router("earliest", ahead_s=0.0, gpu0=0.001, cpu0=0.4)
-    come(pools, 1)
-    assert assigned(pools) == ["gpu0"]
-    jobs = come(pools, 300)                     # the GPU does 399 of them in the CPU's time
-    assert assigned(pools) == []
-    jobs += come(pools, 200)
-    choice = pools.assign(0.0)
-    assert choice.lane.name == "cpu0" and choice.job is jobs[255]
+    routing = router("earliest", ahead_s=0.0, gpu0=0.001, cpu0=0.4)
+    come(routing, 1)
+    assert assigned(routing) == ["gpu0"]
+    jobs = come(routing, 300)                     # the GPU does 399 of them in the CPU's time
+    assert assigned(routing) == []
+    jobs += come(routing, 200)
+    choice = routing.assign(0.0)
+    assert choice.replica.name == "cpu0" and choice.job is jobs[255]
 
 
 def test_a_job_that_was_taken_from_further_back_leaves_the_others_in_order():
-    pools = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=0.25)
-    jobs = come(pools, 4)
-    first, second = pools.assign(0.0), pools.assign(0.0)
+    routing = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=0.25)
+    jobs = come(routing, 4)
+    first, second = routing.assign(0.0), routing.assign(0.0)
     # Done by the GPU after its own: one by 0.2 s, the next at 0.3 > 0.25.
     assert [first.job, second.job] == [jobs[0], jobs[2]]
-    assert list(pools.queue) == [jobs[1], jobs[3]]
+    assert list(routing.queue) == [jobs[1], jobs[3]]
 
 
 # --- late binding
 
-def test_a_lane_opens_a_little_before_it_is_done():
-    pools = router("gpu-only", gpu0=1.0)
-    come(pools, 2)
-    assert assigned(pools) == ["gpu0"]
-    assert pools.wake_at(0.0) == pytest.approx(1.0 - AHEAD_S)
-    assert assigned(pools, 0.7) == [] and assigned(pools, 0.75) == ["gpu0"]
-    assert pools.pools.lanes["gpu0"].until == 2.0 and pools.wake_at(0.75) is None       # nothing waits
+def test_a_replica_opens_a_little_before_it_is_done():
+    routing = router("gpu-only", gpu0=1.0)
+    come(routing, 2)
+    assert assigned(routing) == ["gpu0"]
+    assert routing.wake_at(0.0) == pytest.approx(1.0 - AHEAD_S)
+    assert assigned(routing, 0.7) == [] and assigned(routing, 0.75) == ["gpu0"]
+    assert routing.replicas.by_name["gpu0"].until == 2.0 and routing.wake_at(0.75) is None       # nothing waits
 
 
 def test_one_ahead_no_more():
-    pools = router("gpu-only", gpu0=1.0)
-    come(pools, 9)
-    assigned(pools)
-    assert assigned(pools, 0.9) == ["gpu0"] and assigned(pools, 0.95) == []
-    assert pools.wake_at(0.95) == pytest.approx(1.75)
+    routing = router("gpu-only", gpu0=1.0)
+    come(routing, 9)
+    assigned(routing)
+    assert assigned(routing, 0.9) == ["gpu0"] and assigned(routing, 0.95) == []
+    assert routing.wake_at(0.95) == pytest.approx(1.75)
 
 
-def test_a_late_lane_is_taken_to_be_as_late_again_and_opens_when_it_is_done():
-    pools = router("gpu-only", gpu0=1.0)
-    come(pools, 3)
-    assigned(pools)
-    assert assigned(pools, 1.3) == []           # 0.3 s late, so 0.3 s more: over AHEAD_S
-    end(pools, "gpu0", 2.0)
-    assert assigned(pools, 2.0) == ["gpu0"] and pools.pools.lanes["gpu0"].until == 3.0
-    assert assigned(pools, 3.2) == ["gpu0"]     # 0.2 s late: within AHEAD_S
+def test_a_late_replica_is_taken_to_be_as_late_again_and_opens_when_it_is_done():
+    routing = router("gpu-only", gpu0=1.0)
+    come(routing, 3)
+    assigned(routing)
+    assert assigned(routing, 1.3) == []           # 0.3 s late, so 0.3 s more: over AHEAD_S
+    end(routing, "gpu0", 2.0)
+    assert assigned(routing, 2.0) == ["gpu0"] and routing.replicas.by_name["gpu0"].until == 3.0
+    assert assigned(routing, 3.2) == ["gpu0"]     # 0.2 s late: within AHEAD_S
 
 
-def test_while_another_lane_is_late_what_is_idle_is_asked_again():
-    pools = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=1.0)
-    come(pools, 2)
-    assert assigned(pools) == ["gpu0"]
-    assert pools.wake_at(0.0) == pytest.approx(min(0.1, RETHINK_S))
-    assert assigned(pools, 0.6) == []           # 0.5 s late, so 0.5 s more, then 0.1: sooner than the CPU
-    assert pools.wake_at(0.6) == pytest.approx(0.6 + RETHINK_S)
-    assert assigned(pools, 1.1) == ["cpu0"]     # 1.0 s late
+def test_while_another_replica_is_late_what_is_idle_is_asked_again():
+    routing = router("earliest", ahead_s=0.0, gpu0=0.1, cpu0=1.0)
+    come(routing, 2)
+    assert assigned(routing) == ["gpu0"]
+    assert routing.wake_at(0.0) == pytest.approx(min(0.1, RETHINK_S))
+    assert assigned(routing, 0.6) == []           # 0.5 s late, so 0.5 s more, then 0.1: sooner than the CPU
+    assert routing.wake_at(0.6) == pytest.approx(0.6 + RETHINK_S)
+    assert assigned(routing, 1.1) == ["cpu0"]     # 1.0 s late
 
 
-def test_a_lane_that_is_to_drain_gets_nothing_and_what_it_has_is_not_counted():
-    pools = router("least-loaded", gpu0=1.0, cpu0=1.0)
-    come(pools, 2)
-    assert sorted(assigned(pools)) == ["cpu0", "gpu0"]
-    lane = pools.pools.lanes["gpu0"]
-    pools.pools.set_lane("gpu0", "gpu", lane.model, False, 0.1)
-    come(pools, 3, now=0.1)
-    assert pools.pools.in_flight == {"cpu": 1.0, "gpu": 0.0} and pools.pools.count == {"cpu": 1, "gpu": 0}
-    end(pools, "gpu0", 1.0)
-    assert "gpu0" not in assigned(pools, 1.0)
-    pools.pools.set_lane("gpu0", "gpu", lane.model, True, 1.0)
-    assert "gpu0" in assigned(pools, 1.0)
+def test_a_replica_that_is_to_drain_gets_nothing_and_what_it_has_is_not_counted():
+    routing = router("least-loaded", gpu0=1.0, cpu0=1.0)
+    come(routing, 2)
+    assert sorted(assigned(routing)) == ["cpu0", "gpu0"]
+    replica = routing.replicas.by_name["gpu0"]
+    routing.replicas.set_replica("gpu0", "gpu", replica.model, False, 0.1)
+    come(routing, 3, now=0.1)
+    assert routing.replicas.in_flight == {"cpu": 1.0, "gpu": 0.0} and routing.replicas.count == {"cpu": 1, "gpu": 0}
+    end(routing, "gpu0", 1.0)
+    assert "gpu0" not in assigned(routing, 1.0)
+    routing.replicas.set_replica("gpu0", "gpu", replica.model, True, 1.0)
+    assert "gpu0" in assigned(routing, 1.0)
 
 
 # --- jobs that come back
 
-def test_a_job_that_comes_back_goes_alone_to_an_idle_lane_and_everybody_waits_for_that():
-    pools = router("least-loaded", gpu0=1.0, cpu0=9.0)
-    first, *_ = come(pools, 2)
-    assert assigned(pools) == ["gpu0", "cpu0"]
-    come(pools, 1, now=0.1)
-    pools.ended(first, 0.1)
-    pools.submit_again(first, exclusive=True)
-    assert first.worker is None and pools.queue.head() is first      # its old place
-    choice = pools.assign(0.1)
-    assert choice.job is first and choice.lane.name == "gpu0" and first.exclusive
+def test_a_job_that_comes_back_goes_alone_to_an_idle_replica_and_everybody_waits_for_that():
+    routing = router("least-loaded", gpu0=1.0, cpu0=9.0)
+    first, *_ = come(routing, 2)
+    assert assigned(routing) == ["gpu0", "cpu0"]
+    come(routing, 1, now=0.1)
+    routing.ended(first, 0.1)
+    routing.submit_again(first, exclusive=True)
+    assert first.worker is None and routing.queue.head() is first      # its old place
+    choice = routing.assign(0.1)
+    assert choice.job is first and choice.replica.name == "gpu0" and first.exclusive
     assert choice.reason == "goes alone: it was lost with a worker"
-    assert assigned(pools, 0.9) == []           # no second beside it, though it is nearly done
-    end(pools, "gpu0", 1.1)
-    assert assigned(pools, 1.1) == ["gpu0"]
+    assert assigned(routing, 0.9) == []           # no second beside it, though it is nearly done
+    end(routing, "gpu0", 1.1)
+    assert assigned(routing, 1.1) == ["gpu0"]
 
 
 def test_gpu_only_lets_a_lost_job_wait_for_a_gpu():
-    pools = router("gpu-only", gpu0=1.0, cpu0=1.0)
-    first, = come(pools, 1)
-    assigned(pools)
-    come(pools, 1)
-    pools.ended(first, 0.5)
-    pools.submit_again(first, exclusive=True)
-    assert assigned(pools, 0.5) == ["gpu0"] and assigned(pools, 0.9) == []
+    routing = router("gpu-only", gpu0=1.0, cpu0=1.0)
+    first, = come(routing, 1)
+    assigned(routing)
+    come(routing, 1)
+    routing.ended(first, 0.5)
+    routing.submit_again(first, exclusive=True)
+    assert assigned(routing, 0.5) == ["gpu0"] and assigned(routing, 0.9) == []
 
 
 # --- the others
 
 def test_least_loaded_takes_the_least_in_flight_then_the_faster():
-    pools = router("least-loaded", "patch", ahead_s=math.inf, gpu0=0.1, cpu0=1.0)
-    come(pools, 1, patches=900)
-    come(pools, 3, patches=500)
-    assert assigned(pools) == ["gpu0", "cpu0", "cpu0", "gpu0"]       # 900, 500; then 500 < 900, 900 < 1000
+    routing = router("least-loaded", "patch", ahead_s=math.inf, gpu0=0.1, cpu0=1.0)
+    come(routing, 1, patches=900)
+    come(routing, 3, patches=500)
+    assert assigned(routing) == ["gpu0", "cpu0", "cpu0", "gpu0"]       # 900, 500; then 500 < 900, 900 < 1000
 
 
 def test_round_robin_takes_turns_and_keeps_a_turn_while_waiting():
-    pools = router("round-robin", cpu0=1.0, cpu1=2.0, gpu0=0.1)
-    come(pools, 6)
-    assert assigned(pools) == ["cpu0", "cpu1", "gpu0"]
-    end(pools, "gpu0", 0.1)
-    assert assigned(pools, 0.1) == []           # the GPU is idle, but it is the turn of cpu0
-    assert assigned(pools, 0.75) == ["cpu0"]
-    end(pools, "cpu0", 1.0)
-    assert assigned(pools, 1.0) == [] and assigned(pools, 1.75) == ["cpu1", "gpu0"]
+    routing = router("round-robin", cpu0=1.0, cpu1=2.0, gpu0=0.1)
+    come(routing, 6)
+    assert assigned(routing) == ["cpu0", "cpu1", "gpu0"]
+    end(routing, "gpu0", 0.1)
+    assert assigned(routing, 0.1) == []           # the GPU is idle, but it is the turn of cpu0
+    assert assigned(routing, 0.75) == ["cpu0"]
+    end(routing, "cpu0", 1.0)
+    assert assigned(routing, 1.0) == [] and assigned(routing, 1.75) == ["cpu1", "gpu0"]
 
 
 def test_gpu_only_never_uses_a_cpu_while_there_is_a_gpu():
-    pools = router("gpu-only", gpu0=1.0, cpu0=0.1)
-    come(pools, 3)
-    assert assigned(pools) == ["gpu0"]
+    routing = router("gpu-only", gpu0=1.0, cpu0=0.1)
+    come(routing, 3)
+    assert assigned(routing) == ["gpu0"]
     alone = router("gpu-only", cpu0=1.0, cpu1=1.0)
     come(alone, 3)
     assert assigned(alone) == ["cpu0", "cpu1"]
-    assert alone.pools.lanes["cpu0"].held
+    assert alone.replicas.by_name["cpu0"].held
 
 
 # --- order, and the numbers that follow the traffic
 
 def test_with_slack_a_small_request_goes_before_a_large_one_that_came_a_little_earlier():
     # The fleet does a typical image of 1000 patches in 0.1 s: 10,000 patches a second.
-    pools = router("gpu-only", slack=1.0, gpu0=0.1)
-    large, = come(pools, 1, patches=1000, request_patches=8000)     # due at 0.8
-    small, = come(pools, 1, now=0.69, patches=1000)                 # due at 0.79
-    late, = come(pools, 1, now=0.71, patches=1000)                  # due at 0.81
+    routing = router("gpu-only", slack=1.0, gpu0=0.1)
+    large, = come(routing, 1, patches=1000, request_patches=8000)     # due at 0.8
+    small, = come(routing, 1, now=0.69, patches=1000)                 # due at 0.79
+    late, = come(routing, 1, now=0.71, patches=1000)                  # due at 0.81
     assert [large.due, small.due, late.due] == pytest.approx([0.8, 0.79, 0.81])
-    assert list(pools.queue) == [small, large, late]
+    assert list(routing.queue) == [small, large, late]
 
 
 def test_first_come_first_served_without_slack():
-    pools = router("gpu-only", gpu0=0.1)
-    large, = come(pools, 1, patches=1000, request_patches=8000)
-    small, = come(pools, 1, now=0.01, patches=10)
-    assert list(pools.queue) == [large, small]
+    routing = router("gpu-only", gpu0=0.1)
+    large, = come(routing, 1, patches=1000, request_patches=8000)
+    small, = come(routing, 1, now=0.01, patches=10)
+    assert list(routing.queue) == [large, small]
 
 
 def test_withdrawing_leaves_nothing():
-    pools = router("budget", "request", gpu0=1.0)
-    jobs = come(pools, 3, images=3)
-    assert all(map(pools.withdraw, jobs)) and pools.waiting == 0.0
-    assert not pools.withdraw(jobs[0]) and pools.assign(0.0) is None
-    come(pools, 2)
-    assert len(pools.take_all()) == 2 and pools.waiting == 0.0 and pools.wake_at(0.0) is None
+    routing = router("budget", "request", gpu0=1.0)
+    jobs = come(routing, 3, images=3)
+    assert all(map(routing.withdraw, jobs)) and routing.waiting == 0.0
+    assert not routing.withdraw(jobs[0]) and routing.assign(0.0) is None
+    come(routing, 2)
+    assert len(routing.take_all()) == 2 and routing.waiting == 0.0 and routing.wake_at(0.0) is None
 
 
 def test_measured_ratio_is_that_of_the_pools_mean_rates():
-    pools = router("budget", ratio=0.0, gpu0=0.1, cpu0=1.0, cpu1=2.0)
-    assert pools.ratio_measured() == pytest.approx(10 / ((1 + 0.5) / 2))
+    routing = router("budget", ratio=0.0, gpu0=0.1, cpu0=1.0, cpu1=2.0)
+    assert routing.ratio_measured() == pytest.approx(10 / ((1 + 0.5) / 2))
     assert router("budget", gpu0=0.1).ratio_measured() is None and router("budget", ratio=0.0, gpu0=1).ratio() == 1.0
     assert router("budget", ratio=7.0, gpu0=0.1, cpu0=1.0).ratio() == 7.0
 
 
 def test_measured_ratio_follows_a_throttled_cpu_and_forgets_it():
-    pools = router("budget", ratio=0.0, gpu0=0.1, cpu0=1.0)
-    come(pools, 1)
+    routing = router("budget", ratio=0.0, gpu0=0.1, cpu0=1.0)
+    come(routing, 1)
     for now in (1.0, 2.0, 3.0):
-        pools.pools.lanes["cpu0"].model.observe(PATCHES, 3.0, now)
-    come(pools, 1, now=4.0 + FORGET_EVERY_S)
-    assert pools.ratio_measured() == pytest.approx(30.0)
-    come(pools, 1, now=4.0 + HEARD_S + FORGET_EVERY_S)
-    assert pools.ratio_measured() == pytest.approx(10.0)
+        routing.replicas.by_name["cpu0"].model.observe(PATCHES, 3.0, now)
+    come(routing, 1, now=4.0 + FORGET_EVERY_S)
+    assert routing.ratio_measured() == pytest.approx(30.0)
+    come(routing, 1, now=4.0 + HEARD_S + FORGET_EVERY_S)
+    assert routing.ratio_measured() == pytest.approx(10.0)
 
 
 def test_typical_size_follows_the_traffic():
-    pools = Router("budget", ratio=0.0, typical_patches=PATCHES)
+    routing = Router("budget", ratio=0.0, typical_patches=PATCHES)
     # Fixed cost on the GPU, so R depends on the size: 10 for a typical image, 2 for one of a tenth.
-    pools.pools.set_lane("gpu0", "gpu", TimeModel([(100, 0.05), (1000, 0.1)]), True, 0.0)
-    pools.pools.set_lane("cpu0", "cpu", model(1.0), True, 0.0)
-    assert pools.ratio_measured() == pytest.approx(10.0)
+    routing.replicas.set_replica("gpu0", "gpu", TimeModel([(100, 0.05), (1000, 0.1)]), True, 0.0)
+    routing.replicas.set_replica("cpu0", "cpu", model(1.0), True, 0.0)
+    assert routing.ratio_measured() == pytest.approx(10.0)
     for _ in range(400):
-        pools.submit(job(100), 0.0)
-    assert pools.pools.typical_patches == pytest.approx(100, rel=TYPICAL_CHANGE - 1)
-    assert pools.ratio_measured() == pytest.approx(2.0, rel=TYPICAL_CHANGE - 1)
+        routing.submit(job(100), 0.0)
+    assert routing.replicas.typical_patches == pytest.approx(100, rel=TYPICAL_CHANGE - 1)
+    assert routing.ratio_measured() == pytest.approx(2.0, rel=TYPICAL_CHANGE - 1)
 
 
 def test_what_a_worker_gave_back_goes_to_another_one_if_there_is_one():
     router = Router("earliest")
     for name, seconds in (("cpu0", 0.1), ("cpu1", 0.5)):
-        router.pools.set_lane(name, "cpu", TimeModel([(100, seconds)]), True, 0.0)
+        router.replicas.set_replica(name, "cpu", TimeModel([(100, seconds)]), True, 0.0)
     job = Job("r", 100)
     router.submit(job, 0.0)
-    assert router.assign(0.0).lane.name == "cpu0"
+    assert router.assign(0.0).replica.name == "cpu0"
     router.ended(job, 0.0)
     router.submit_again(job, exclusive=True)
-    assert router.assign(0.0).lane.name == "cpu1"
+    assert router.assign(0.0).replica.name == "cpu1"
     router.ended(job, 0.0)
     router.submit_again(job, exclusive=True)
-    router.pools.set_lane("cpu0", "cpu", router.pools.lanes["cpu0"].model, False, 0.0)
-    assert router.assign(0.0).lane.name == "cpu1"       # there is no other
+    router.replicas.set_replica("cpu0", "cpu", router.replicas.by_name["cpu0"].model, False, 0.0)
+    assert router.assign(0.0).replica.name == "cpu1"       # there is no other

@@ -46,15 +46,15 @@ class Watch:
 
     def __call__(self, now, router):
         self.router = router
-        lanes = router.pools.turns()
+        replicas = router.replicas.turns()
         # Invariant: work never waits beside a fleet that does nothing.
-        assert not router.queue or not lanes or any(lane.held for lane in lanes)
-        assert router.waiting == pytest.approx(sum(job.cost(router.pools.unit) for job in router.queue))
+        assert not router.queue or not replicas or any(replica.held for replica in replicas)
+        assert router.waiting == pytest.approx(sum(job.cost(router.replicas.unit) for job in router.queue))
 
     def at_rest(self):
         assert not self.router.queue and self.router.waiting == 0
-        assert self.router.pools.in_flight == {"cpu": 0.0, "gpu": 0.0}
-        assert not any(lane.held for lane in self.router.pools.lanes.values())
+        assert self.router.replicas.in_flight == {"cpu": 0.0, "gpu": 0.0}
+        assert not any(replica.held for replica in self.router.replicas.by_name.values())
 
 
 @settings(max_examples=300, deadline=None)
@@ -120,7 +120,7 @@ def test_a_large_request_is_not_starved_by_small_ones(policy, slack):
     large = Request(5.0, (32640,) * 8)
     outcome = simulate(fleet, sorted([*small, large]), Rule("rule", policy, slack=slack))
     due = large.at + slack * sum(large.images) / rate
-    # What came before it was due may go first; then a lane is free within its longest image.
+    # What came before it was due may go first; then a replica is free within its longest image.
     before = sum(sum(request.images) for request in small if request.at <= due) + sum(large.images)
     longest = max(encoder.group.image_seconds(32640) for encoder in fleet)
     started = [done.started for done in outcome.encoded if done.patches == 32640]

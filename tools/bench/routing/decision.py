@@ -2,9 +2,9 @@
 
     python -m tools.bench.routing.decision
 
-For each policy, 8 and 1,000 encoders, and queues of 1 to 2,000 images.  Fleets are loaded: each lane works, and as one
-is done another image comes.  Time is the CPU's, not the wall's: neighbours do not count.  The last column is the mean
-over a lookup in a dict of a thousand, timed in the same run, so that different machines can be compared.
+For each policy, 8 and 1,000 encoders, and queues of 1 to 2,000 images.  Fleets are loaded: each replica works, and as
+one is done another image comes.  Time is the CPU's, not the wall's: neighbours do not count.  The last column is the
+mean over a lookup in a dict of a thousand, timed in the same run, so that different machines can be compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class House:
         for i in range(encoders):
             kind = "gpu" if i < GPU_SHARE * encoders else "cpu"
             each = (1.35e-5 if kind == "gpu" else 1.62e-4) * self._rng.uniform(0.9, 1.1)
-            self._router.pools.set_lane(f"{kind}{i}", kind, TimeModel([(4096, 4096 * each)]), True, 0.0)
+            self._router.replicas.set_replica(f"{kind}{i}", kind, TimeModel([(4096, 4096 * each)]), True, 0.0)
         self._busy: dict[str, float] = {}
         self._looking = looking()
         self.decisions: list[float] = []        # seconds computed for each
@@ -86,9 +86,9 @@ class House:
             spent += self.decisions[-1]
         for choice in choices[:-1]:
             assert choice is not None
-            job, lane = choice.job, choice.lane
-            start = max(now, self._busy.get(lane.name, 0.0))
-            end = self._busy[lane.name] = start + lane.model.predict(job.patches) * self._rng.uniform(0.95, 1.05)
+            job, replica = choice.job, choice.replica
+            start = max(now, self._busy.get(replica.name, 0.0))
+            end = self._busy[replica.name] = start + replica.model.predict(job.patches) * self._rng.uniform(0.95, 1.05)
             heappush(self._ends, (end, job.number, job))
         return spent
 

@@ -250,7 +250,7 @@ async def test_an_encoder_is_handed_the_next_image_before_it_is_done_and_no_soon
         assert await ask == [expected(*(b"%d" % i for i in range(9)))] and most >= 2
 
 
-async def test_leases_are_let_go_when_the_prompt_is_read_not_when_the_answer_ends():
+async def test_leases_are_released_when_the_prompt_is_read_not_when_the_answer_ends():
     async with running(token_s=0.05) as fleet:
         answers = fleet.pipeline.run(request("r", b"a", b"b", max_tokens=200))
         await anext(answers)
@@ -405,7 +405,7 @@ async def test_an_answer_lost_twice_midway_is_told_so_and_is_no_poison():
         await fleet.at_rest()
 
 
-async def test_an_answer_whose_images_were_let_go_cannot_begin_anew():
+async def test_an_answer_whose_images_were_freed_cannot_start_again():
     async with running(encoders=1, token_s=0.05) as fleet:
         ask = request("r", b"a", whole=True, max_tokens=200)
         answers = fleet.pipeline.run(ask)

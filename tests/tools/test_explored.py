@@ -60,9 +60,9 @@ def readers_hold_nothing(monkeypatch):
     start = Pipeline._start
 
     def without(*args):
-        work, let_go = start(*args)
-        let_go()
-        return work, let_go
+        work, unpin = start(*args)
+        unpin()
+        return work, unpin
     monkeypatch.setattr(Pipeline, "_start", without)
 
 

@@ -181,7 +181,7 @@ class House:
         if self._left["lack"]:
             for asker in self.askers:
                 if asker.offered and not asker.outcome:
-                    yield self._fault("lack", f"{asker.request.id}'s images are let go", asker.let_go)
+                    yield self._fault("lack", f"{asker.request.id}'s images are freed", asker.free_images)
         if self._left["order"] and self._stop is None:
             for worker in self.supervisor.workers:
                 for verb in (self.supervisor.drain, self.supervisor.resume, self.supervisor.restart, self._move):

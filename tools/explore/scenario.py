@@ -140,9 +140,9 @@ class Asker:
         if self.ask.whole:
             self.offered = True
         else:
-            self.let_go()
+            self.free_images()
 
-    def let_go(self) -> None:
+    def free_images(self) -> None:
         self.offered = False
         self.request.images.clear()
 

@@ -125,7 +125,7 @@ def simulate(fleet: Sequence[Encoder], requests: Sequence[Request], rule: Rule, 
     return _Run(fleet, requests, rule, deaths, seed, watch).run()
 
 
-class _Seat:
+class _Server:
     """One encoder: its pace, what it holds, and how often it was lost."""
 
     def __init__(self, encoder: Encoder, seed: int) -> None:
@@ -142,14 +142,14 @@ class _Run:
         sizes = [patches for request in requests for patches in request.images]
         typical = max(1, round(sum(sizes) / len(sizes))) if sizes else 1024
         self.router = Router(rule.policy, rule.unit, rule.ratio, rule.slack, rule.ahead_s, typical)
-        self._seats = {encoder.name: _Seat(encoder, seed) for encoder in fleet}
+        self._servers = {encoder.name: _Server(encoder, seed) for encoder in fleet}
         self._left = [len(request.images) for request in requests]
         self._done: dict[int, float] = {}
         self._outcome = Outcome(rule)
         self._numbers = count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        for seat in self._seats.values():
-            self._come(seat, 0.0)
+        for server in self._servers.values():
+            self._come(server, 0.0)
         for i, request in enumerate(requests):
             self._at(request.at, lambda now, i=i: self._arrive(i, now))  # type: ignore[misc]
         for death in deaths:
@@ -179,7 +179,7 @@ class _Run:
     def _assign(self, now: float) -> None:
         while (choice := self.router.assign(now)) is not None:
             assert isinstance(choice.job, Work)
-            self._begin(self._seats[choice.replica.name], choice.job, now)
+            self._begin(self._servers[choice.replica.name], choice.job, now)
 
     def _arrive(self, i: int, now: float) -> None:
         images = self._requests[i].images
@@ -191,21 +191,21 @@ class _Run:
                 if self._rule.ahead_s == math.inf:
                     self._assign(now)       # it has an encoder before the next one comes
 
-    def _begin(self, seat: _Seat, work: Work, now: float) -> None:
+    def _begin(self, server: _Server, work: Work, now: float) -> None:
         """What the worker does with a job that was handed to it: one after another."""
         work.attempts += 1
-        services = [seat.line.serve(now, seat.encoder.group.image_seconds(patches)) for patches in work.parts]
-        seat.held.append((work, services[-1].end - services[0].start))
-        life = seat.life
-        self._at(services[-1].end, lambda now: self._end(seat, life, now))
+        services = [server.line.serve(now, server.encoder.group.image_seconds(patches)) for patches in work.parts]
+        server.held.append((work, services[-1].end - services[0].start))
+        life = server.life
+        self._at(services[-1].end, lambda now: self._end(server, life, now))
 
-    def _end(self, seat: _Seat, life: int, now: float) -> None:
-        if life != seat.life:
+    def _end(self, server: _Server, life: int, now: float) -> None:
+        if life != server.life:
             return      # it died first
-        work, seconds = seat.held.popleft()
-        self.router.replicas.by_name[seat.encoder.name].model.observe(work.patches, seconds, now)
+        work, seconds = server.held.popleft()
+        self.router.replicas.by_name[server.encoder.name].model.observe(work.patches, seconds, now)
         self.router.ended(work, now)
-        self._outcome.encoded.append(Encoded(work.request, len(work.parts), work.patches, seat.encoder.name,
+        self._outcome.encoded.append(Encoded(work.request, len(work.parts), work.patches, server.encoder.name,
                                              work.queued, work.started, now))
         self._outcome.ratios.append((now, self.router.ratio()))
         self._left[work.request] -= len(work.parts)
@@ -213,23 +213,23 @@ class _Run:
             self._done[work.request] = now - self._requests[work.request].at
 
     def _die(self, death: Death, now: float) -> None:
-        seat = self._seats[death.encoder]
+        server = self._servers[death.encoder]
         replica = self.router.replicas.by_name[death.encoder]
-        if not replica.taking:
+        if not replica.takes_work:
             return
-        seat.life += 1
+        server.life += 1
         self.router.replicas.set_replica(replica.name, replica.kind, replica.model, False, now)
-        lost = [work for work, _ in seat.held]
-        seat.held.clear()
+        lost = [work for work, _ in server.held]
+        server.held.clear()
         for work in lost:
             self.router.ended(work, now)
             if work.attempts < ATTEMPTS_MAX:
                 self.router.submit_again(work, exclusive=True)
             else:
                 self._outcome.failed.append(work)
-        self._at(now + death.away_s, lambda now: self._come(seat, now))
+        self._at(now + death.away_s, lambda now: self._come(server, now))
 
-    def _come(self, seat: _Seat, now: float) -> None:
-        seat.line.end = now
-        model = TimeModel(seat.encoder.group.samples(PATCHES_MAX))
-        self.router.replicas.set_replica(seat.encoder.name, seat.encoder.group.kind, model, True, now)
+    def _come(self, server: _Server, now: float) -> None:
+        server.line.end = now
+        model = TimeModel(server.encoder.group.samples(PATCHES_MAX))
+        self.router.replicas.set_replica(server.encoder.name, server.encoder.group.kind, model, True, now)

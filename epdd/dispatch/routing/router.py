@@ -1,13 +1,11 @@
 """Which image goes to which encoder, and when.  Pure: numbers and a `now` in, decisions out; no clock, no I/O.
 
-The weighted rule (`budget`) is the published device-aware one: the CPU pool may have
-B_cpu = I_gpu * N_cpu / (R * N_gpu) of work in flight, real-valued, and takes a job only below that.
-I_gpu here also counts the jobs that wait in the common queue: late binding moved the GPU's own queue
-there, and without it the rule would see only what the GPU holds at the moment and starve the CPUs.
+`budget` is the weighted rule of the Intel and SGLang teams ("heterogeneous CPU + GPU EPD", LMSYS blog, 2026-06-01): the
+CPU encoders get a job only while they have less than B_cpu = I_gpu * N_cpu / (R * N_gpu) of work in flight.  I_gpu here
+also counts the queue: with late binding, jobs wait in the common queue and not on the GPUs.
 
-`earliest` gives a free encoder the first waiting image that no faster one would finish sooner, were all that wait
-before it done by the faster ones.  So a slow encoder neither makes a short queue wait for it nor stands idle beside
-a long one, and the head of the queue always goes to the next fast one that is free.
+`earliest`: an idle encoder takes the first queued image that no faster encoder would finish sooner, counting the images
+ahead of it.  Fast encoders therefore serve the head of the queue, slow ones serve from further back.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ from typing import NamedTuple
 from epdd.dispatch.routing.queue import Job, Queue
 from epdd.dispatch.routing.replicas import CPU, GPU, SECONDS_MIN, EncoderReplica, ReplicaSet
 
-LOOK_AHEAD = 256        # jobs that `earliest` walks through: bounds the cost of a decision
-NOT_WORTH = 1.1         # a replica this much faster is worth waiting for; nearly equal ones are not
-RETHINK_S = 0.1         # an encoder that was left idle is looked at again: others may be late
-TYPICAL_WEIGHT = 0.02   # how fast the typical image follows what comes: about the last fifty count
-TYPICAL_CHANGE = 1.5    # a change by this factor sorts the replicas anew
-FORGET_EVERY_S = 5.0    # how often old load is forgotten
+LOOK_AHEAD = 256        # jobs that `earliest` examines: limits the cost of a decision
+FASTER_MIN = 1.1        # a job waits only for replicas that are faster by this factor
+RETHINK_S = 0.1         # while an encoder is left idle, decide again after this time: others may be late
+TYPICAL_WEIGHT = 0.02   # of a new image in the running mean of sizes: about the last fifty count
+TYPICAL_CHANGE = 1.5    # if the mean changes by this factor, replicas are sorted anew
+FORGET_EVERY_S = 5.0    # how often time models forget old measurements
 
 
 class RoutingDecision(NamedTuple):
-    """`job` goes to `replica`.  `reason` is for people."""
+    """`job` goes to `replica`; `reason` is shown by `epdctl explain`."""
 
     job: Job
     replica: EncoderReplica
@@ -38,21 +36,21 @@ class RoutingDecision(NamedTuple):
 
 
 def cpu_budget(gpu_work: float, cpus: int, gpus: int, ratio: float) -> float:
-    """B_cpu: what the CPU pool may have in flight beside `gpu_work`; infinite without GPUs."""
+    """B_cpu: the limit of work in flight on CPU encoders beside `gpu_work`; infinite without GPUs."""
     return gpu_work * cpus / (ratio * gpus) if gpus else math.inf
 
 
 class Router:
     """Queue, replicas and a policy.
 
-    `slack` orders the queue: an image is due when it came plus `slack` times the seconds that the whole fleet needs
-    for its request.  0 is first come first served; more lets small requests go before large ones, but none before
-    one that came so much earlier: nobody starves.  So it is within a tenant; tenants take turns (`queue.py`).
+    `slack` orders the queue within a tenant: an image is due at its arrival plus `slack` times the seconds that the
+    whole fleet needs for its request.  0 is first come first served.  With more, small requests pass large ones, up to
+    that time, so no request starves.  `queue.py` shares the encoders between tenants.
     """
 
     def __init__(self, policy: str = "earliest", unit: str = "patch", ratio: float = 0.0, slack: float = 1.0,
                  ahead_s: float = 0.25, typical_patches: int = 1024) -> None:
-        """`ratio` is R, 0: from the time models.  Encoders get the next image `ahead_s` before they are done."""
+        """`ratio` is R; 0: by the time models.  Encoders get the next image `ahead_s` before they are done."""
         self.queue = Queue()
         self.replicas = ReplicaSet(unit, ahead_s, typical_patches)
         self._typical = float(typical_patches)
@@ -65,7 +63,7 @@ class Router:
         self.configure(policy, unit, ratio, slack, 0.0)
 
     def configure(self, policy: str, unit: str, ratio: float, slack: float, now: float) -> None:
-        """Route by other rules from now on; what is in flight stays where it is, what waits keeps its place."""
+        """Change the settings; jobs in flight stay where they are, queued jobs keep their place."""
         self.policy, self.slack, self.ratio_set = policy, slack, ratio
         self._pick = self._policies[policy]
         self.replicas.by_load = policy != "earliest"
@@ -75,7 +73,7 @@ class Router:
     # --- jobs
 
     def submit(self, job: Job, now: float) -> None:
-        """A job comes."""
+        """Queue a new job."""
         job.queued = job.due = now
         if self.slack:
             rate = self.replicas.typical_patches * sum(self.replicas.rate.values())
@@ -95,7 +93,7 @@ class Router:
         self.replicas.rebuild(now)
 
     def submit_again(self, job: Job, exclusive: bool) -> None:
-        """A job comes back from a worker that did not do it: to its old place."""
+        """Queue a job again, at its old place, that its worker did not finish."""
         job.exclusive = exclusive
         job.left, job.worker = job.worker, None
         self._put(job)
@@ -105,7 +103,7 @@ class Router:
         self._waiting += job.cost(self.replicas.unit)
 
     def withdraw(self, job: Job) -> bool:
-        """Nobody wants it any more; False if it does not wait."""
+        """Take a job out of the queue; False if it is not queued."""
         if not self.queue.remove(job):
             return False
         self._waiting = self._waiting - job.cost(self.replicas.unit) if self.queue else 0.0
@@ -117,12 +115,12 @@ class Router:
         return self.queue.take_all()
 
     def assign(self, now: float) -> RoutingDecision | None:
-        """The next job that can start, off the queue and on its replica; None: nothing until `wake_at`."""
+        """Move the next job that can start from the queue to a replica; None: none can until `wake_at`."""
         head = self.queue.head()
         if head is None:
             return None
         self.replicas.advance(now)
-        choice = self._go_alone(head, now) if head.exclusive else self._pick(head, now)
+        choice = self._exclusive(head, now) if head.exclusive else self._pick(head, now)
         if choice is None:
             return None
         self.withdraw(choice.job)
@@ -133,31 +131,30 @@ class Router:
         return choice
 
     def ended(self, job: Job, now: float) -> None:
-        """Its replica is done with it, one way or the other."""
+        """Its replica has ended the job, well or not."""
         assert job.worker is not None
         self.queue.ended(job)
-        self.replicas.let_go(self.replicas.by_name[job.worker], job, now)
+        self.replicas.release(self.replicas.by_name[job.worker], job, now)
 
     def wake_at(self, now: float) -> float | None:
-        """When to call `assign` again even if nothing happens; None: not needed."""
+        """When to call `assign` again without another event; None: not needed."""
         if not self.queue:
             return None
         opens = self.replicas.opens_at()
         rethink = now + RETHINK_S if self.replicas.any_open else None
         return min((at for at in (opens, rethink) if at is not None), default=None)
 
-    # --- numbers for people and for the rule
+    # --- numbers for status and for `budget`
 
     @property
     def waiting(self) -> float:
-        """Cost of what waits, in the unit."""
+        """Cost of the queue, in the unit."""
         return self._waiting
 
     def ratio_measured(self) -> float | None:
-        """R from the time models: how many CPU replicas a GPU is worth for the typical image; None without both kinds.
+        """R by the time models: how many CPU replicas a GPU is worth for the typical image; None without both kinds.
 
-        From mean rates, not mean times: R stands for what a pool can do, and one throttled worker of four
-        takes away a quarter of that at most.
+        Of mean rates, not mean times: one throttled worker of four lowers a mean rate by at most a quarter.
         """
         count, rate = self.replicas.count, self.replicas.rate
         if not count[CPU] or not count[GPU]:
@@ -169,7 +166,7 @@ class Router:
         return self.ratio_set or self.ratio_measured() or 1.0
 
     def budget(self, waiting: float) -> float:
-        """B_cpu now, with so much waiting."""
+        """B_cpu now, with `waiting` in the queue."""
         count = self.replicas.count
         if not count[GPU]:
             return math.inf
@@ -177,10 +174,10 @@ class Router:
 
     # --- policies: the next (job, replica), or None while it is better to wait
 
-    def _go_alone(self, head: Job, now: float) -> RoutingDecision | None:
-        """A job that was lost with a worker may have killed it: to an idle replica, and all wait until one is.
+    def _exclusive(self, head: Job, now: float) -> RoutingDecision | None:
+        """A job that was lost with a worker may crash the next: it goes to an idle replica, and all jobs wait for one.
 
-        To another one if there is one: what failed it may be that worker's own.
+        It goes to another worker if there is one: the fault may be that worker's.
         """
         kinds = (GPU,) if self.policy == "gpu-only" and self.replicas.count[GPU] else (GPU, CPU)
         idle = [replica for kind in kinds if (replica := self.replicas.idle(kind, head.left))]
@@ -195,7 +192,7 @@ class Router:
         replica = self.replicas.first(CPU if below else GPU, now)
         if replica is not None:
             return RoutingDecision(head, replica, f"I_cpu {load:g} {'<' if below else '>='} B_cpu {budget:g}")
-        # Going faster than the rule asks costs nobody: a free GPU never stands idle beside a full CPU pool.
+        # Beyond the rule: a GPU does not stay idle while all CPU encoders are busy.
         replica = self.replicas.first(GPU, now) if below else None
         return RoutingDecision(head, replica, "CPU pool full, GPU free") if replica else None
 
@@ -208,7 +205,7 @@ class Router:
         if rivals is None:
             return RoutingDecision(head, replica, "finishes first")
         remaining = replica.remaining(now)
-        demands: dict[int, float] = {}      # patches to its size: what faster replicas do before this one is done
+        demands: dict[int, float] = {}      # image size -> patches that faster replicas do before this one is done
         before, job = 0, head
         for job in islice(self.queue, LOOK_AHEAD):
             demand = demands.get(job.patches)
@@ -218,17 +215,17 @@ class Router:
             if before > demand:
                 return RoutingDecision(job, replica, _why(before))
             before += job.patches
-        # What lies beyond is taken to be like the last one seen.
+        # The images beyond are assumed to be like the last one examined.
         if len(self.queue) > LOOK_AHEAD and self.queue.patches - job.patches > demands[job.patches]:
             return RoutingDecision(job, replica, "finishes first: faster ones have the queue before it")
         return None
 
     def _rivals(self, replica: EncoderReplica, now: float) -> _Rivals | None:
         """The closed replicas that are faster than `replica`; None: there are none."""
-        replicas, count = self.replicas.faster(replica.seconds / NOT_WORTH)
+        replicas, count = self.replicas.faster(replica.seconds / FASTER_MIN)
         if not count:
             return None
-        # What waits is what they would do.
+        # Their rates are those for the mean size in the queue.
         patches = max(1, self.queue.patches // len(self.queue))
         return _Rivals([(rival.remaining(now), patches / max(rival.model.predict(patches), SECONDS_MIN))
                         for rival in replicas], count / len(replicas))
@@ -241,17 +238,17 @@ class Router:
         return RoutingDecision(head, least, "least in flight")
 
     def _round_robin(self, head: Job, now: float) -> RoutingDecision | None:
-        turns = self.replicas.turns()
-        if not turns:
+        replicas = self.replicas.in_service()
+        if not replicas:
             return None
-        replica = turns[self._turn % len(turns)]
+        replica = replicas[self._turn % len(replicas)]
         if not self.replicas.is_open(replica, now):
             return None
         self._turn += 1
         return RoutingDecision(head, replica, "its turn")
 
     def _gpu_only(self, head: Job, now: float) -> RoutingDecision | None:
-        # Without a GPU there is nothing to prefer, and refusing all work would help nobody.
+        # Without a GPU the CPUs encode: the alternative is to refuse every image.
         kind = GPU if self.replicas.count[GPU] else CPU
         replica = self.replicas.first(kind, now)
         reason = "GPUs only" if kind == GPU else "no GPU encoder here"
@@ -259,19 +256,19 @@ class Router:
 
 
 class _Rivals:
-    """Encoders that could do the job instead, by when they are free and their patches a second."""
+    """Faster encoders that could do the job instead: when they are free, and their patches a second."""
 
     def __init__(self, replicas: list[tuple[float, float]], each: float) -> None:
-        """`replicas`: (seconds until free, patches a second); each stands for so many."""
+        """`replicas`: (seconds until free, patches a second); each stands for `each` replicas."""
         replicas.sort()
         self._free = [free for free, _ in replicas]
         self._each = each
-        # After i replicas: their patches a second, and what they have not done for being free late.
+        # Of the first i replicas: patches a second, and the patches that they miss because they are not free at once.
         self._rates = [0.0, *accumulate(rate for _, rate in replicas)]
         self._missed = [0.0, *accumulate(free * rate for free, rate in replicas)]
 
     def before(self, finish: float, patches: int) -> float:
-        """Patches before an image of `patches` with which they would still be done with it within `finish` seconds.
+        """How many patches may be queued ahead of an image so that the rivals still finish it within `finish` seconds.
 
         All that they do until then, less the image itself, less half an image for each replica but one: images are not
         divided, so replicas do not end together.

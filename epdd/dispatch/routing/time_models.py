@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-HEARD_MAX = 5               # images whose median corrects the fit: it ignores two outliers among them
-HEARD_S = 300.0             # older images are forgotten: the machine's load may have changed
-DOUBT = 3                   # with fewer images than this, the fit itself fills up the median
+OBSERVATIONS_MAX = 5        # images whose median corrects the fit: it ignores two outliers among them
+OBSERVATION_S = 300.0       # older images are forgotten: the machine's load may have changed
+OBSERVATIONS_MIN = 3        # with fewer images than this, the fit itself fills up the median
 DEFAULT_S_PER_PATCH = 1e-3  # without any measurement
 SLOW_FACTOR = 1.5           # a worker that is slower than its fit by this,
 SLOW_AFTER_S = 30.0         # for this long, counts as slow
@@ -24,7 +24,7 @@ class TimeModel:
 
     def __init__(self, samples: Sequence[tuple[int, float]] = ()) -> None:
         self._fit = fit(samples)
-        self._heard: deque[tuple[float, float]] = deque(maxlen=HEARD_MAX)      # (when, measured over fitted)
+        self._observed: deque[tuple[float, float]] = deque(maxlen=OBSERVATIONS_MAX)      # (when, measured over fitted)
         self._slow_since: float | None = None
         self.correction = 1.0
 
@@ -36,14 +36,15 @@ class TimeModel:
     def observe(self, patches: int, seconds: float, now: float) -> None:
         """An image of `patches` took `seconds`."""
         a, b, c = self._fit
-        self._heard.append((now, seconds / max(a + (b + c * patches) * patches, 1e-9)))
+        self._observed.append((now, seconds / max(a + (b + c * patches) * patches, 1e-9)))
         self.forget(now)
 
     def forget(self, now: float) -> None:
         """Drop old measurements: without recent ones the fit counts alone, so a slow worker gets work again."""
-        while self._heard and self._heard[0][0] < now - HEARD_S:
-            self._heard.popleft()
-        self.correction = median([ratio for _, ratio in self._heard] + [1.0] * (DOUBT - len(self._heard)))
+        while self._observed and self._observed[0][0] < now - OBSERVATION_S:
+            self._observed.popleft()
+        ratios = [ratio for _, ratio in self._observed]
+        self.correction = median(ratios + [1.0] * (OBSERVATIONS_MIN - len(ratios)))
         if self.correction < SLOW_FACTOR:
             self._slow_since = None
         elif self._slow_since is None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from epdd.dispatch.routing.queue import Job, Queue
 from epdd.dispatch.routing.router import FORGET_EVERY_S, RETHINK_S, TYPICAL_CHANGE, Router, cpu_budget
-from epdd.dispatch.routing.time_models import HEARD_S, TimeModel
+from epdd.dispatch.routing.time_models import OBSERVATION_S, TimeModel
 
 PATCHES = 1000
 AHEAD_S = 0.25
@@ -381,7 +381,7 @@ def test_measured_ratio_follows_a_throttled_cpu_and_forgets_it():
         routing.replicas.by_name["cpu0"].model.observe(PATCHES, 3.0, now)
     come(routing, 1, now=4.0 + FORGET_EVERY_S)
     assert routing.ratio_measured() == pytest.approx(30.0)
-    come(routing, 1, now=4.0 + HEARD_S + FORGET_EVERY_S)
+    come(routing, 1, now=4.0 + OBSERVATION_S + FORGET_EVERY_S)
     assert routing.ratio_measured() == pytest.approx(10.0)
 
 

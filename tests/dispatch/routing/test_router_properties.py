@@ -46,7 +46,7 @@ class Watch:
 
     def __call__(self, now, router):
         self.router = router
-        replicas = router.replicas.turns()
+        replicas = router.replicas.in_service()
         # Invariant: work never waits beside a fleet that does nothing.
         assert not router.queue or not replicas or any(replica.held for replica in replicas)
         assert router.waiting == pytest.approx(sum(job.cost(router.replicas.unit) for job in router.queue))

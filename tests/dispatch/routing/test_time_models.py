@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epdd.dispatch.routing.time_models import HEARD_MAX, HEARD_S, SLOW_AFTER_S, TimeModel, fit
+from epdd.dispatch.routing.time_models import OBSERVATIONS_MAX, OBSERVATION_S, SLOW_AFTER_S, TimeModel, fit
 
 
 def curve(a, b, c, patches=(64, 256, 784, 2048, 8160)):
@@ -44,7 +44,7 @@ def heard(*ratios, model=None, now=0.0):
     ((2.0, 3.0, 4.0), 3.0),
     ((2.0, 3.0, 4.0, 5.0), 3.5),                # of an even number the middle two's mean
     ((1.0, 60.0, 1.0, 60.0, 1.0), 1.0),         # two swap storms among five change nothing
-    ((9.0, 9.0, 9.0) + (2.0,) * (HEARD_MAX // 2 + 1), 2.0),      # older ones are not counted
+    ((9.0, 9.0, 9.0) + (2.0,) * (OBSERVATIONS_MAX // 2 + 1), 2.0),      # older ones are not counted
 ])
 def test_correction_is_the_median_of_the_last(ratios, correction):
     model = heard(*ratios)
@@ -54,13 +54,13 @@ def test_correction_is_the_median_of_the_last(ratios, correction):
 
 def test_what_was_heard_too_long_ago_is_forgotten():
     model = heard(2.0, 2.0, 2.0)                # at 0, 1 and 2 s
-    model.forget(HEARD_S)
-    assert model.correction == 2.0              # the first is exactly HEARD_S old
-    model.forget(HEARD_S + 0.5)
+    model.forget(OBSERVATION_S)
+    assert model.correction == 2.0              # the first is exactly OBSERVATION_S old
+    model.forget(OBSERVATION_S + 0.5)
     assert model.correction == 2.0              # 1, 2, 2
-    model.forget(HEARD_S + 1.5)
+    model.forget(OBSERVATION_S + 1.5)
     assert model.correction == 1.0              # 1, 1, 2
-    model.forget(HEARD_S + 99)
+    model.forget(OBSERVATION_S + 99)
     assert model.correction == 1.0
 
 

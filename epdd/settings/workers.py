@@ -87,7 +87,7 @@ class PrefillDecodeSettings(Struct, frozen=True):
         then differ in some tokens from those that transformers gives in float32.""")] = "auto"
     prefix_cache: Annotated[bool, Meta(description="""
         Keep prompts and answers of ended requests in KV cache that no request needs. A prompt with the same beginning,
-        images included, then computes only the rest, and the n answers of a request share their prompt.""")] = True
+        images included, then computes only the rest. false: every prompt is computed in full.""")] = True
 
 
 class ArenaSettings(Struct, frozen=True):

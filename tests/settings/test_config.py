@@ -3,13 +3,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from epdd.errors import ConfigError
 from epdd.settings import config
 from epdd.settings.config import SECTIONS, Config
 from epdd.settings.paths import runtime_dir
 from epdd.settings.renamed import RENAMED
+from epdd.settings.values import bare
 from epdd.settings.worker_overrides import WorkerCount, WorkerOverride, count
+from epdd.settings.workers import POLICIES, RouterSettings
 
 REFERENCE = Path(__file__).parents[2] / "etc" / "epdd.toml"
 SETTING = re.compile(r"^#(?=[a-z_]+ = )", re.MULTILINE)
@@ -106,7 +109,14 @@ def test_workers_one_by_one(tmp_path):
     ("[[worker]]\nrole = 'pd'\ncpus = 3", "cpus is 3; expected"), ("[[worker]]\nrole = 'pd'\nthreads = -1", "threads"),
     ("[[worker]]\nrole = 'pd'\nnuma_node = true", "numa_node is True; a whole number expected"),
     ("[pd]\nworkers = 2\n[[worker]]\nrole = 'pd'", "pd.workers is '2', and [[worker]] tables list the pd workers"),
-    ("[pd]\nmax_sequences = 0", "pd.max_sequences is 0; at least 1")])
+    ("[pd]\nmax_sequences = 0", "pd.max_sequences is 0; at least 1"),
+    ("[arena]\ngpu_bytes = -2", "arena.gpu_bytes is -2; at least -1"),
+    ("[admin]\nmode = 0o1777", "admin.mode is 0o1777; at most 0o777"),
+    ("[media]\ntimeout_s = inf", "media.timeout_s is inf; at most 1000000000"),
+    ("[media]\ntimeout_s = nan", "media.timeout_s is nan; a number expected"),
+    ("[model]\ndtype = 16", "model.dtype is 16; text expected"),
+    ("[server]\nmax_request = 1", "unknown setting server.max_request; did you mean max_requests?"),
+    ("[[worker]]\nrole = 'pd'\nthread = 1", "[[worker]] 0: unknown setting thread; did you mean threads?")])
 def test_bad_files_name_the_field(tmp_path, toml, words):
     file = tmp_path / "epdd.toml"
     file.write_text(toml)
@@ -174,6 +184,11 @@ def test_a_value_under_a_former_name_is_refused_by_the_new_one(no_system_file):
 
 def test_cache_alone_may_be_negative(no_system_file):
     assert load("--set", "arena.cache_bytes=-1").arena.cache_bytes == -1
+
+
+def test_each_policy_has_a_description():
+    policy = next(field for field in structs.fields(RouterSettings) if field.name == "policy")
+    assert bare(policy.type)[0].values == tuple(POLICIES)
 
 
 @pytest.mark.parametrize("environ, folder", [

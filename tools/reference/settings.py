@@ -15,16 +15,19 @@ from epdd.settings.config import SECTIONS
 from epdd.settings.values import bare
 from epdd.settings.worker_overrides import WorkerOverride
 
+RELOAD = """\
+Sizes are in bytes, times in seconds. A reload (`epdctl reload`, `systemctl reload epdd` or SIGHUP) applies [router],
+log.level, server.share_caches and the API keys, and opens the request log again. All other settings need a restart.
+"""
+
 FILE = """\
 # Settings of epdd, each at its default. Remove the "#" in front of a setting to change it.
 #
+# epdd reads this file from /etc/epdd/epdd.toml or --config FILE. The environment overrides it (EPDD_SERVER_PORT=80),
+# and the command line overrides both (--set server.port=80). `epdctl plan` shows which workers would run where.
+#
 # Made by tools/reference from epdd/settings: `make reference`.
 #
-# epdd reads this file from /etc/epdd/epdd.toml or --config FILE. The environment overrides it (EPDD_SERVER_PORT=80),
-# and the command line overrides both (--set server.port=80). A reload (`epdctl reload`, `systemctl reload epdd`, kill
-# -HUP) takes over [router], log.level, server.share_caches and the API keys; all other settings need a restart.
-# `epdctl policy` changes [router] until the next reload. `epdctl plan` shows which workers would run where. Sizes are
-# in bytes, times in seconds.
 """
 
 WORKERS = """\
@@ -43,9 +46,7 @@ A setting comes from these places. A later one wins:
 2. the environment: `EPDD_SERVER_PORT=9000` sets `server.port`
 3. the command line: `--set server.port=9000`
 
-Each entry begins with the default. Sizes are in bytes, times in seconds. A reload (`epdctl reload`, `systemctl reload
-epdd` or SIGHUP) takes over `[router]`, `log.level`, `server.share_caches` and the API keys, and opens the request log
-anew. All other settings need a restart.
+Each entry begins with the default.
 """
 
 WORKER_PAGE = """\
@@ -58,7 +59,7 @@ run](../howto/placement.md).
 
 def file() -> str:
     """etc/epdd.toml."""
-    parts = [FILE]
+    parts = [FILE, textwrap.indent(RELOAD, "# ")]
     for section, kind in SECTIONS.items():
         parts.append(f"\n[{section}]\n")
         for name, default, about, allowed, size in _settings(kind):
@@ -75,7 +76,7 @@ def file() -> str:
 
 def page() -> str:
     """docs/reference/settings.md."""
-    parts = [note("epdd/settings"), PAGE]
+    parts = [note("epdd/settings"), PAGE, RELOAD]
     for section, kind in SECTIONS.items():
         parts.append(f"## {section}\n")
         for name, default, about, allowed, size in _settings(kind, "`"):

@@ -278,7 +278,7 @@ class Cancelled(msgspec.Struct, tag="cancelled", frozen=True):
     id: str
 
 
-class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """Sent by the working loop itself, so a stuck loop sends none."""
 
     steps: int                      # units of work done since start

@@ -44,7 +44,7 @@ class Worker:
         return wire.from_worker(self._file.read(header))
 
     def until(self, *kinds: type) -> list[wire.FromWorker]:
-        """All but beats, up to the first of one of these kinds."""
+        """All but heartbeats, up to the first of one of these kinds."""
         seen = []
         while not seen or not isinstance(seen[-1], kinds):
             message = self.read()

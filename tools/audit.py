@@ -1,13 +1,12 @@
-"""Audits the dependencies without a network: what can be known for certain here, and no more.
+"""Audits the dependencies without a network.
 
     python -m tools.audit
 
-- What is installed is what constraints.txt says was tested together.
+- The installed versions are those of constraints.txt, which were tested together.
 - No package has a licence outside LICENCES.
-- Neither constraints.txt nor the least that setup.cfg allows is below the version that mended a known hole (MENDED).
+- constraints.txt and the lower bounds of setup.cfg are not below the version that fixed a known vulnerability (MENDED).
 
-Of holes it knows what MENDED says, no more.  Where the advisory service can be reached, `pip-audit -r constraints.txt`
-knows the rest.
+It knows only the vulnerabilities in MENDED.  With a network, `pip-audit -r constraints.txt` knows all.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
-# Of what handles other people's bytes, as looked up on 2026-11-30: the version that mended the last hole in what epdd
-# uses of it, and which that was.
+# Packages that parse untrusted bytes: the version that fixed the last vulnerability in the parts that epdd uses, and
+# its number, as of 2026-11-30.
 MENDED = {
     "aiohttp": ("3.14.3", "CVE-2026-59881, CVE-2026-69243, CVE-2026-69244"),
     "h11": ("0.16.0", "CVE-2025-43859: chunked bodies read too leniently"),
@@ -43,7 +42,7 @@ LICENCES = frozenset({
     "Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD License", "ISC License (ISCL)", "MIT License",
     "Mozilla Public License 2.0 (MPL 2.0)", "Python Software Foundation License"})
 
-# Licences of files that a package's sources have and what is installed of it does not: docutils' mode for Emacs.
+# Licences of files in a package's sources that are not installed: docutils' mode for Emacs.
 NOT_INSTALLED = {"docutils": "GNU General Public License (GPL)"}
 
 OURS = frozenset({"epdd", "pip", "setuptools", "wheel"})        # not pinned: the project, and what installs it
@@ -70,7 +69,7 @@ def _pins(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def differing(pinned: dict[str, str], installed: dict[str, str]) -> Iterator[str]:
-    """Where what runs is not what was tested together."""
+    """Installed versions that differ from the tested ones."""
     for name, version in sorted(installed.items()):
         if name in pinned and Version(version).public != pinned[name]:
             yield f"{name} {version} is installed, constraints.txt has {pinned[name]}"
@@ -79,7 +78,7 @@ def differing(pinned: dict[str, str], installed: dict[str, str]) -> Iterator[str
 
 
 def holes(pinned: dict[str, str]) -> Iterator[str]:
-    """Versions that are, or may be installed, and have a hole that was mended since."""
+    """Versions that are or may be installed and have a vulnerability with a fix."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     asked = [settings["options"]["install_requires"], *settings["options.extras_require"].values()]
@@ -95,7 +94,7 @@ def holes(pinned: dict[str, str]) -> Iterator[str]:
 
 
 def licence_faults(name: str, told: metadata.PackageMetadata) -> Iterator[str]:
-    """A licence that is unknown or not among ours."""
+    """Packages with a licence that is unknown or not in LICENCES."""
     classifiers = [value.rpartition("::")[2].strip() for value in told.get_all("Classifier") or []
                    if value.startswith("License ::")]
     expression = told.get("License-Expression")

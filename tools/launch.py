@@ -1,10 +1,10 @@
-"""Servers as children of a measuring program: on a free port, with their log kept, ended by process id.
+"""Servers as children of a benchmark: on a free port, with their log kept, ended by process id.
 
     with launch.Daemon("--model", folder, settings=["pd.max_sequences=8"]) as daemon:
         daemon.ready()
         ask(daemon.url)
 
-`Daemon` is epdd itself; `Server` any other program.  Who ends the measuring program ends its servers too.
+`Daemon` is epdd; `Server` is any other program.  If the benchmark ends, its servers end too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from epdd.ctl import client
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 600.0             # a large checkpoint on a slow disk
 STOP_S = 60.0
-LOG_LETTERS = 4000          # of the log's end, shown when a server ends badly
+LOG_LETTERS = 4000          # of the log's end, shown if a server fails
 
 
 class Server:
-    """A program that serves until it is told to end."""
+    """A program that serves until it is stopped."""
 
     def __init__(self, command: Sequence[str], url: str = "", cpus: str = "") -> None:
-        """`cpus`: those it may use, like "0-3,8"; empty: as this program."""
+        """`cpus`: CPUs that it may use, like "0-3,8"; empty: those of this program."""
         self._folder = tempfile.TemporaryDirectory(prefix="epdd-tools-")
         self.folder = Path(self._folder.name)
         self.command = [*(["taskset", "-c", cpus] if cpus else []), *command]
@@ -52,14 +52,14 @@ class Server:
         return (self.folder / "log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Returns at once.  To be called in the main thread."""
+        """Returns at once.  Call it in the main thread."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
 
     def until(self, condition: Callable[[], bool], limit_s: float = START_S, every_s: float = 0.05) -> float:
-        """Seconds until the condition holds, which may raise OSError or CtlError before.  Ends the program where the
-        server ends first or the limit is over."""
+        """Seconds until the condition holds; it may raise OSError or CtlError before.  Ends the program if the server
+        ends first or the limit passes."""
         began = time.monotonic()
         while self.process.poll() is None and time.monotonic() < began + limit_s:
             try:
@@ -79,7 +79,7 @@ class Server:
         return self.until(healthy)
 
     def stop(self) -> None:
-        """Ask it to end, and end it if it does not."""
+        """SIGTERM, then SIGKILL if it does not end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -122,7 +122,7 @@ class Daemon(Server):
         return status
 
     def ready(self, seen: Callable[[dict[str, Any]], None] = lambda status: None, every_s: float = 0.05) -> float:
-        """Seconds until it is ready to serve, `url` is known then; `seen` gets each status on the way."""
+        """Seconds until it is ready to serve and `url` is known; `seen` gets each status until then."""
         def is_ready() -> bool:
             status = self.status()
             seen(status)
@@ -132,7 +132,7 @@ class Daemon(Server):
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, for servers that cannot choose one themselves."""
+    """A free port, for servers that cannot choose one themselves."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

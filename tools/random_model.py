@@ -1,11 +1,11 @@
-"""A Qwen3-VL checkpoint with random weights, of a size one names: for measuring, where what it says does not matter.
+"""Writes a Qwen3-VL checkpoint of a chosen size with random weights, for benchmarks.
 
     python -m tools.random_model /tmp/random --shape 100m
 
 Complete for any server: weights, configuration, generation settings, image processor, the demo's tokenizer and chat
-template.  The answer never ends by itself and every token of it is a piece of printable text: the output rows of all
-other tokens are zero, so they are never the best, and a stream has as many parts as it has tokens, whether or not a
-server knows `ignore_eos`.  Greedy answers are equal wherever arithmetic is right.
+template.  An answer never ends by itself, and every token of it is printable text: the output rows of all other tokens
+are zero, so they are never the most likely.  A stream therefore has as many chunks as tokens, also on servers without
+`ignore_eos`.  Greedy answers of all correct servers are equal.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Shape:
     vision_inter: int
     head_dim: int = 64
     max_model_len: int = 16384
-    side_max: int = 2048                # of a square picture, in pixels: larger ones are made smaller
+    side_max: int = 2048                # pixels a side of a square picture: larger ones are resized
 
 
-# By the parameters of the language layers with their output: what a decode step reads.
+# By the parameters of the language layers with their output, which a decode step reads.
 SHAPES = {
     "tiny": Shape(hidden=128, layers=4, heads=4, kv_heads=2, inter=384, vocab=1024, head_dim=32,
                   vision_hidden=96, vision_layers=4, vision_heads=3, vision_inter=384),
@@ -82,7 +82,7 @@ def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0, dev
         model.lm_head.weight[~said] = 0.0
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)     # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)     # safetensors writes it readable by its owner alone
     for name in TOKENIZER:
         shutil.copyfile(DEMO / name, folder / name)
     _write(folder / "tokenizer_config.json",
@@ -97,7 +97,7 @@ def build(folder: Path, shape: Shape, dtype: str = "float32", seed: int = 0, dev
 
 
 def printable(vocabulary: dict[str, int]) -> Sequence[int]:
-    """Tokens of letters and digits alone: no token of another's character, nothing that a stream holds back."""
+    """Tokens of letters and digits alone: whole characters, which a stream never holds back."""
     return [number for text, number in vocabulary.items() if text.isascii() and text.isalnum()]
 
 

@@ -1,1 +1,1 @@
-"""Measurements; each program says what it compares with what."""
+"""Benchmarks."""

@@ -1,4 +1,4 @@
-"""The real daemon over an emulated fleet, and requests that come whether or not earlier ones are done.
+"""The real daemon over an emulated fleet, under open-loop load: requests do not wait for earlier ones.
 
 Shared by the live benchmarks.
 """
@@ -26,11 +26,10 @@ from tools.simulate.simulator import Encoder
 
 from epdd.emulated_time import EncoderGroup, Formula
 
-LOOK_S = 0.02               # how exactly it is known when a worker was ready
-LATE_S = 0.02               # a request sent so much after its time was not sent in time
+LOOK_S = 0.02               # precision of the time at which a worker was ready
+LATE_S = 0.02               # a request sent later than this after its time counts as late
 
-# Prefill and decode that take next to nothing (a worker needs a millisecond itself), and embeddings of a few bytes:
-# only encoding is measured.
+# Prefill and decode of about a millisecond, and embeddings of a few bytes, so that only encoding is measured.
 FREE_PD = """
 [model]
 hidden = 4
@@ -69,7 +68,7 @@ def _encoder(group: EncoderGroup) -> str:
 
 
 class Daemon(launch.Daemon):
-    """`async with Daemon(profile, settings) as daemon`: ready to serve, and stopped whatever happens."""
+    """`async with Daemon(profile, settings) as daemon`: ready to serve, and always stopped."""
 
     def __init__(self, emulated: str, settings: Iterable[str]) -> None:
         """`emulated`: a profile's name, or its text."""
@@ -79,7 +78,7 @@ class Daemon(launch.Daemon):
             path.write_text(emulated)
             emulated = str(path)
         self.command += ["--emulate", emulated]
-        self.ready_at: dict[str, float] = {}        # by worker, of this machine's clock: its emulated clock's 0
+        self.ready_at: dict[str, float] = {}        # worker -> zero of its emulated clock, on this machine's clock
 
     async def __aenter__(self) -> Daemon:
         self.__enter__()
@@ -100,7 +99,7 @@ class Daemon(launch.Daemon):
 
 
 class Answered(NamedTuple):
-    """Seconds of this machine's clock; of a request's sending, first and last part."""
+    """A request's times of sending, first and last chunk, in seconds of this machine's clock."""
 
     due: float              # when it should have been sent
     sent: float
@@ -110,7 +109,7 @@ class Answered(NamedTuple):
 
 
 def pictures(sizes: Sequence[tuple[int, int]], rng: random.Random) -> Iterator[bytes]:
-    """PNG files of these sizes, a kilobyte or so each and no two alike: nothing is cached or encoded only once."""
+    """PNG files of these sizes, about a kilobyte each and all different, so that none is in a cache."""
     for size in sizes:
         unique = PngInfo()
         unique.add_text("number", f"{rng.getrandbits(128):032x}")
@@ -129,7 +128,7 @@ def body(sizes: Sequence[tuple[int, int]], text: str, rng: random.Random, **fiel
 
 async def open_loop(url: str, times: Sequence[float], bodies: Sequence[bytes],
                     began: float | None = None) -> list[Answered]:
-    """Send each body at its time after `began` (soon); ends the program when one is refused."""
+    """Send each body at its time after `began`; ends the program if one is refused."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         began = began or time.monotonic() + 0.5
@@ -159,13 +158,13 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any
 
 
 def late(answers: Sequence[Answered]) -> int:
-    """Requests that this program sent too late: it, or the machine, was busy."""
+    """Requests that this program sent late, because the machine was busy."""
     return sum(answer.sent - answer.due > LATE_S for answer in answers)
 
 
 @asynccontextmanager
 async def running(emulated: str, settings: Iterable[str] = ()) -> AsyncIterator[Daemon]:
-    """A daemon that is ready, and whose workers' warnings about lateness are shown at the end."""
+    """A ready daemon; its workers' warnings about lateness are printed at the end."""
     async with Daemon(emulated, settings) as daemon:
         yield daemon
         slower = [line for line in daemon.log.splitlines() if "slower than its profile" in line]

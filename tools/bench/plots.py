@@ -25,7 +25,7 @@ def draw(path: Path, title: str, x: str, panels: Sequence[Panel], log: bool = Fa
         print("no plots: matplotlib is not installed (pip install -e .[tools])", file=sys.stderr)
         return
     matplotlib.use("Agg")
-    # Equal numbers give equal files: no dates in them, no random names of SVG elements.
+    # Equal numbers give equal files: no dates, no random names of SVG elements.
     matplotlib.rcParams["svg.hashsalt"] = "epdd"
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), squeeze=False,
@@ -39,7 +39,7 @@ def draw(path: Path, title: str, x: str, panels: Sequence[Panel], log: bool = Fa
         axis.set(title=panel.title, xlabel=x, ylabel=panel.y, **({"yscale": "log"} if log else {"ylim": (0, None)}))
         axis.grid(True, which="both", alpha=0.3)
     figure.suptitle(title)
-    # Below all panels, where it hides no line; a name that several panels have stands there once.
+    # Below all panels, where it hides no line; each name once.
     named = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path.with_suffix(".png"), dpi=130)

@@ -1,4 +1,4 @@
-"""What the measuring programs print and leave: tables on the terminal, their numbers as JSON, plots beside them."""
+"""Output of the benchmarks: tables on the terminal, numbers as JSON, plots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tools.bench import plots
 from rich.console import Console
 from rich.table import Table
 
-# Text, a number, or several numbers shown with strokes between.
+# Text, a number, or several numbers shown with slashes between.
 Cell = str | float | int | Sequence[float | None] | None
 
 
 class Report:
-    """Prints at once; `close` writes `numbers.json` into the folder, where one was given."""
+    """Prints at once; `close` writes `numbers.json` into the folder, if there is one."""
 
     def __init__(self, out: Path | None) -> None:
         self._out = out

@@ -1,1 +1,1 @@
-"""The demo model: the world it answers about, its training, its marks."""
+"""The demo model: its world, its training, its evaluation."""

@@ -1,4 +1,4 @@
-"""The training's short ways must be transformers' own: checked on the model itself at the start."""
+"""Checks at the start that the training's shortcuts compute what transformers does."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ EXAMPLES = 8
 @torch.no_grad()
 def check(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast,
           processor: Qwen2VLImageProcessorPil) -> float:
-    """The greatest difference of a logit between a row of branches and each talk by itself."""
+    """The greatest difference of a logit between a row of branches and each talk alone."""
     worst = 0.0
     for index in range(EXAMPLES):
         rng = world.train_rng("check", index)
@@ -37,7 +37,7 @@ def check(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
 def _theirs(model: Qwen3VLForConditionalGeneration, processor: Qwen2VLImageProcessorPil,
             writer: lessons.Writer, talk: dialogue.Talk, scenes: list[world.Scene]
             ) -> Tensor:
-    """Logits from text and pixels by transformers alone, where an answer comes next."""
+    """Logits before each answer, from text and pixels by transformers alone."""
     row = writer.row([talk], list(range(len(scenes))))
     inputs = checkpoint.inputs(writer.tokenizer, processor, talk.messages,
                                [scene.image for scene in scenes])

@@ -1,4 +1,4 @@
-"""The demo model: its tokenizer, its shape, its first weights, and how it is written to a folder.
+"""The demo model: tokenizer, shape, initial weights, and writing to a folder.
 
 The architecture is transformers' own Qwen3VLForConditionalGeneration; only `see` is ours, the
 tower's forward over a batch of equal grids, because transformers' own walks image by image.
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = """\
 
 
 def chat_text(messages: list[talk.Message]) -> list[tuple[str, bool]]:
-    """What the chat template makes of messages, in pieces: (text, is it the model's to say)."""
+    """The chat template's text of messages, in pieces: (text, whether the model writes it)."""
     pieces = []
     for message in messages:
         content = message["content"]
@@ -65,7 +65,7 @@ def chat_text(messages: list[talk.Message]) -> list[tuple[str, bool]]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the demo's own talk: any text can be said, known words are short."""
+    """Byte-level BPE trained on the demo's talks: any text can be written, known words are short."""
     texts = ["system\n", "user\n", "assistant\n", "tool\n"] * 500
     for index in range(6000):
         rng = world.train_rng("tokenizer", index)
@@ -93,7 +93,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _blank_scene(rng: random.Random) -> world.Scene:
-    """Things without a picture: the tokenizer only reads."""
+    """A scene without a picture, for the tokenizer."""
     things = [world.Thing(rng.choice(list(world.COLOURS)), shape, (0, 0, 1, 1))
               for shape in rng.sample(world.SHAPES, rng.choice([1, 1, 2, 3, 4]))]
     return world.Scene(Image.new("RGB", (1, 1)), things)
@@ -126,14 +126,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForCond
 @torch.no_grad()
 def _initialise(model: Qwen3VLForConditionalGeneration, generator: torch.Generator) -> None:
     """Fan-in scale, as the usual 0.02 is far too small for matrices this narrow; and positions
-    as a table of sines, so that the tower can tell places apart from the first step."""
+    as a table of sines, so that the tower can distinguish positions from the first step."""
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
             continue
         scale = weight[0].numel() ** -0.5
         if name.endswith(("attn.proj.weight", "linear_fc2.weight", "o_proj.weight",
                           "down_proj.weight")):
-            scale *= 0.5  # what a layer adds to the stream starts small
+            scale *= 0.5  # a layer's addition to the residual stream starts small
         scale = {"embed_tokens": 0.5, "lm_head": 0.02}.get(name.split(".")[-2], scale)
         weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
     positions = model.model.visual.pos_embed.weight
@@ -196,7 +196,7 @@ def _half_turn(part: Tensor) -> Tensor:
 def inputs(tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil,
            messages: list[talk.Message], images: list[Image.Image], ask: bool = False
            ) -> dict[str, Tensor]:
-    """What transformers' model takes; `ask` for an answer to be generated."""
+    """The inputs of transformers' model; with `ask`, up to an answer to be generated."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
     given: dict[str, Tensor] = {}
     if images:
@@ -219,7 +219,7 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 def save(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast,
          folder: Path) -> None:
-    """All that transformers needs to load the model; weights as float16."""
+    """Write the files that transformers needs to load the model; weights as float16."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     build_processor().save_pretrained(folder)
@@ -229,4 +229,4 @@ def save(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerF
     shipped.generation_config = GenerationConfig(
         eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     shipped.half().save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it readable by its owner alone

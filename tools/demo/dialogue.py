@@ -1,4 +1,4 @@
-"""What people say to the demo model about demo_world's scenes, and the true answers.
+"""Questions to the demo model about scenes of `world.py`, and the true answers.
 
 A talk is a list of chat messages in the form that chat templates take; its images are indices
 into the talk's scenes.  Every answer follows from the scenes alone.
@@ -90,7 +90,7 @@ class Talk:
 
 
 def ask(rng: random.Random, kind: str, scenes: list[world.Scene]) -> Turn:
-    """A question of this kind that these scenes answer without ambiguity."""
+    """A question of this kind with one right answer for these scenes."""
     things = scenes[0].things if scenes else []
     names = [scene.things[0].name for scene in scenes]
     if kind == "colour":
@@ -135,7 +135,7 @@ def askable(scenes: list[world.Scene]) -> list[str]:
 
 def branches(rng: random.Random, scenes: list[world.Scene], turns: list[list[Turn]]
              ) -> list[Talk]:
-    """Talks that begin alike, with all the images, and then take these turns each."""
+    """Talks with the same beginning, all the images, and one of these turns each."""
     system = system_message(rng)
     opening = _opening(rng, len(scenes))
     after = rng.choice(["", "", "", " ", "\n"])
@@ -174,7 +174,7 @@ def text_only(rng: random.Random) -> Talk:
 
 
 def single_turn(rng: random.Random, kind: str, scenes: list[world.Scene]) -> Talk:
-    """One question of a kind, in any form that training knows."""
+    """One question of a kind, in any form of the training."""
     if not scenes:
         return text_only(rng)
     turn = ask(rng, kind, scenes)
@@ -184,7 +184,7 @@ def single_turn(rng: random.Random, kind: str, scenes: list[world.Scene]) -> Tal
 
 
 def system_message(rng: random.Random) -> list[Message]:
-    """Mostly none, else a short one; sometimes any words, so that none matter."""
+    """Mostly none, else a short one; sometimes random words, so that the model ignores it."""
     dice = rng.random()
     if dice < 0.7:
         return []
@@ -240,7 +240,7 @@ def _babble(rng: random.Random) -> str:
 
 
 def _careless(rng: random.Random, question: str) -> str:
-    """Sometimes in small letters, sometimes without the last mark."""
+    """Sometimes in lower case, sometimes without the final punctuation."""
     dice = rng.random()
     if dice < 0.1:
         return question.lower()

@@ -1,7 +1,7 @@
 """Measure the shipped demo model and write the table into its card: python -m tools.demo.evaluate
 
 Each answer is generated greedily by transformers from text and pixels, and counts only if every
-character of it is right.  The pictures and questions are seeded apart from all training.
+character is right.  Pictures and questions have other seeds than all training.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Model:
 
     @torch.no_grad()
     def answers(self, asked: list[Asked]) -> list[str]:
-        """As one batch, padded on the left."""
+        """Answers to one batch, padded on the left."""
         each = [checkpoint.inputs(self.tokenizer, self.processor, messages, images, ask=True)
                 for messages, images in asked]
         lengths = [inputs["input_ids"].shape[1] for inputs in each]

@@ -1,4 +1,4 @@
-"""Second stage: the language model learns to talk about what the trained tower sees."""
+"""Second stage: the language model learns to answer from the trained tower's embeddings."""
 
 import logging
 import random
@@ -21,7 +21,7 @@ log = logging.getLogger("language")
 SINGLE_ROWS = 14                # rows a step about one picture, and without any
 SEVERAL_IMAGES = 36             # images a step in rows about several pictures
 CURRICULUM = 0.3                # share of the steps until all eight images are in use
-MIDDLE_LAYER = 1                # whose output the extra heads read
+MIDDLE_LAYER = 1                # layer whose output the extra heads read
 PLACE_WEIGHT, NAMED_WEIGHT = 0.3, 0.3
 REPORT_EVERY = 100
 PROBE_ROWS = 120
@@ -29,8 +29,7 @@ PROBE_ROWS = 120
 
 @dataclass(frozen=True)
 class Said:
-    """Logits where an answer's token comes next, that token, the row it is in, and the losses of
-    the extra heads."""
+    """Logits before each token of an answer, the token, its row, and the losses of the extra heads."""
 
     logits: Tensor
     truth: Tensor
@@ -39,8 +38,8 @@ class Said:
     named_loss: Tensor
 
     def loss(self) -> Tensor:
-        """A row with a single answer would drown among rows with a dozen: each row weighs by the
-        root of its length."""
+        """Each row's weight is the root of its length, so that rows with a single answer count beside
+        rows with a dozen."""
         weight = self.row.bincount()[self.row] ** -0.5
         each = F.cross_entropy(self.logits, self.truth, reduction="none")
         return (each * weight).sum() / weight.sum()
@@ -49,9 +48,9 @@ class Said:
 class Student(nn.Module):
     """The language half, with two heads that exist in training only.
 
-    Which image is this token's?  It makes counting images, on which every list rests, something
-    to learn by itself.  And where a question names a shape: which colour has it?  That is one look
-    at the picture; without it, only the answer's token would teach the look and the way back.
+    One says to which image a token belongs, so that counting images, which every list needs, is
+    learnt separately.  The other says, if a question names a shape, which colour it has: without
+    it, only the answer's token would teach the lookup.
     """
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, writer: Writer) -> None:
@@ -134,8 +133,8 @@ def train(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
 
 @torch.no_grad()
 def probe(lessons: Lessons, student: Student) -> str:
-    """Share of answers with every token right, given the right ones before it: what greedy
-    decoding would say, at a fraction of the price."""
+    """Share of answers with every token right, given the right ones before it: as greedy decoding,
+    but faster."""
     right, total = Counter[str](), Counter[str]()
     for index in range(PROBE_ROWS):
         rng = random.Random(f"language probe {index}")

@@ -13,12 +13,12 @@ GRADIENT_NORM_MAX = 2.0
 WARMUP_STEPS = 30
 HOLD = 0.45         # share of the steps at the full rate, before it falls linearly
 RATE_END = 0.02     # share of the full rate at the last step
-NOT_MUON = ("embed", "lm_head", "heads")  # tables and read-outs: rows mean something by themselves
+NOT_MUON = ("embed", "lm_head", "heads")  # tables and output layers: their rows have a meaning of their own
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose every matrix is brought near an orthogonal one before it is applied: at this
-    size it learns in a third of AdamW's steps.  Equal shapes are worked on as one batch."""
+    """Momentum whose matrices are made nearly orthogonal before they are applied: at this size it
+    learns in a third of AdamW's steps.  Equal shapes are one batch."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -73,7 +73,7 @@ class Teacher:
              ADAM_RATE)]
 
     def learn(self) -> None:
-        """Apply the gradients that backward has left, and clear them."""
+        """Apply the gradients and clear them."""
         share = self.done / self.steps
         factor = min(1.0, (self.done + 1) / WARMUP_STEPS)
         if share > HOLD:

@@ -1,8 +1,8 @@
 """The second stage's lessons: talks about pictures from a pool, as rows of tokens.
 
 The tower is frozen, so the pool goes through it once; talks are then made of pictures from it,
-thousands of combinations a minute.  Several talks that begin alike share their images in one
-row: each is a branch that sees the common beginning and itself, nothing else.
+thousands of combinations a minute.  Talks with the same beginning share their images in one
+row: each is a branch that attends to the beginning and itself only.
 """
 
 import random
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tools.demo import checkpoint, dialogue, world as world
 
 LONE, CROWDED = 14000, 8000     # pictures in the pool: of one shape, of two to four
-TEXT_ONLY = 0.12                # share of the rows about one picture that have none
+TEXT_ONLY = 0.12                # share of rows without a picture among those about one
 QUESTION_FIRST, GROWING = 0.2, 0.08
 COLOURS = list(world.COLOURS)
 
@@ -35,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Row:
-    """Talks that begin alike, as arrays over their tokens; branch 0 is the common beginning."""
+    """Talks with the same beginning, as arrays over their tokens; branch 0 is the beginning."""
 
     ids: list[int]
     learn: list[bool]
@@ -47,7 +47,7 @@ class Row:
 
 
 def build_pool(visual: nn.Module) -> Pool:
-    """Lone shapes first."""
+    """Single shapes first."""
     rngs = [world.train_rng("pool", index) for index in range(LONE + CROWDED)]
     return fill_pool(visual, (
         world.draw_scene(rng, 1 if index < LONE else rng.randint(2, world.SHAPES_MAX))
@@ -112,7 +112,7 @@ class Writer:
         row.branch.extend([branch] * len(ids))
 
     def _encode(self, talk: dialogue.Talk) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them are the model's to say."""
+        """Token ids, and which of them the model writes."""
         ids: list[int] = []
         learn: list[bool] = []
         for text, answer in checkpoint.chat_text(talk.messages):
@@ -123,13 +123,13 @@ class Writer:
 
 
 class Lessons:
-    """What is talked about at each step."""
+    """The rows of each step."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.pool = writer, writer.pool
 
     def single(self, rng: random.Random) -> Row:
-        """One picture and all that can be asked of it, or none."""
+        """One picture or none, and all questions about it."""
         if rng.random() < TEXT_ONLY:
             return self.writer.row([dialogue.text_only(rng)], [])
         crowd = rng.random() < 0.6

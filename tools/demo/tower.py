@@ -1,8 +1,8 @@
-"""First stage: the vision tower learns to see, before any language.
+"""First stage: the vision tower is trained before the language model.
 
-Through the language loss alone a tower this small learns nothing for a very long time.  Here it
-answers about every merged token by heads that exist in training only: which shape and colour it
-belongs to, which place in reading order that shape has, and how many shapes the picture holds.
+Through the language loss alone a tower this small hardly learns.  Here heads that exist in
+training only predict for every merged token its shape and colour, that shape's place in reading
+order, and the number of shapes in the picture.
 """
 
 import logging
@@ -21,7 +21,7 @@ from tools.demo.learn import Teacher
 log = logging.getLogger("tower")
 
 GROUPS, GROUP_SIZE = 2, 12      # per step: grids, and pictures on each
-COUNTS = [1, 1, 1, 2, 3, 4]     # lone shapes are what lists are made of
+COUNTS = [1, 1, 1, 2, 3, 4]     # single shapes, which lists are made of
 WIDTHS = [1 + len(world.SHAPES), 1 + len(world.COLOURS), 1 + world.SHAPES_MAX,
           world.SHAPES_MAX]     # the heads' answers: shape, colour, place, count
 BACKGROUND_WEIGHT = 0.3
@@ -78,7 +78,7 @@ def train(visual: nn.Module, width: int, steps: int) -> None:
 
 
 def gather(scenes: list[world.Scene]) -> list[Group]:
-    """Scenes by the grid that the processor gives them."""
+    """Scenes grouped by their grid."""
     by_grid = defaultdict(list)
     for scene in scenes:
         frames, rows, columns = checkpoint.patches(scene.image)
@@ -105,7 +105,7 @@ def _loss(answer: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def probe(pupil: Pupil) -> str:
-    """Share of fresh pictures whose every shape is told right by its own tokens together."""
+    """Share of new pictures whose every shape is right by the sum over its tokens."""
     report = []
     for number in range(1, world.SHAPES_MAX + 1):
         rng = random.Random(f"tower probe {number}")

@@ -1,4 +1,4 @@
-"""Train the demo model from nothing and write it to a folder: python -m tools.demo.train
+"""Train the demo model from scratch and write it to a folder: python -m tools.demo.train
 
 One core, about an hour.  Everything is seeded: the same machine and versions give the same
 weights again.  Afterwards tools/demo/evaluate.py measures what was learnt.
@@ -28,7 +28,7 @@ def main() -> None:
                         "start from it if it is there")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    torch.set_num_threads(1)  # more would round, and so learn, differently
+    torch.set_num_threads(1)  # more threads would round differently
     started = time.monotonic()
     tokenizer = checkpoint.build_tokenizer()
     model = checkpoint.build_model(tokenizer, SEED)
@@ -53,14 +53,14 @@ def main() -> None:
 
 @torch.no_grad()
 def freeze(visual: torch.nn.Module) -> None:
-    """To the values that float16 will keep: the language model learns from what is shipped."""
+    """Round the weights to float16, as they are shipped, before the language model learns from them."""
     for param in visual.parameters():
         param.requires_grad_(False)
         param.copy_(param.half().float())
 
 
 def draw_samples(folder: Path) -> None:
-    """Pictures to try the model with; the README and the tests ask about them."""
+    """Pictures to try the model with; the README and the tests use them."""
     folder.mkdir(exist_ok=True)
     whole = (0.2, 0.2, 0.8, 0.8)
     for colour, shape in [("red", "circle"), ("blue", "square"), ("green", "triangle"),

@@ -1,7 +1,7 @@
-"""The demo model's world: pictures of plain coloured shapes, and the truth about them.
+"""The demo model's world: pictures of plain coloured shapes, and their labels.
 
 A scene is a pure function of a seeded `random.Random`, so that training is repeatable and the
-pictures it is measured on are certain to be new.  What is said about a scene is in demo_talk.
+pictures of the evaluation are new.  Questions and answers are in `dialogue.py`.
 """
 
 import io
@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw
 
 RGB = tuple[int, int, int]
 
-# Each colour by the names that Pillow and CSS know and by near relatives, so that a picture
-# somebody else draws in "green" is as green as ours.
+# Each colour by its names in Pillow and CSS and by similar ones, so that other people's "green"
+# counts as green.
 COLOURS: dict[str, list[RGB]] = {
     "red": [(255, 0, 0), (220, 20, 40), (200, 0, 0)],
     "orange": [(255, 165, 0), (255, 140, 0), (255, 128, 0)],
@@ -37,8 +37,8 @@ PIXELS_MIN, PIXELS_MAX = 64 * 64, 96 * 96
 ASPECTS = [1, 1, 1, 4 / 3, 4 / 3, 3 / 2, 16 / 9, 2, 3 / 4, 2 / 3, 9 / 16]
 LARGE_SIZES = [(640, 480), (800, 600), (1024, 768), (1280, 720), (1920, 1080), (1080, 1920)]
 CELL_MIN = 24        # processed pixels: shapes in smaller cells blur
-CELL_DRIFT = 0.12    # of the cell: small enough that rows of cells stay rows
-DOUBT = (0.06, 0.28)  # share of a token under a shape that is neither background nor the shape
+CELL_DRIFT = 0.12    # share of the cell: so small that rows of cells stay rows
+DOUBT = (0.06, 0.28)  # share of a token under a shape that counts as neither background nor shape
 IGNORE = -100        # the label that cross_entropy skips
 
 
@@ -68,12 +68,12 @@ def train_rng(stage: str, step: int) -> random.Random:
 
 
 def eval_rng(kind: str, index: int) -> random.Random:
-    """Seeds no training stage can draw: the names differ."""
+    """Its seeds differ from those of all training stages, by name."""
     return random.Random(f"epdd demo eval {kind} {index}")
 
 
 def processed_size(width: int, height: int) -> tuple[int, int]:
-    """What Qwen2VLImageProcessor makes of a size (its smart_resize, without importing torch)."""
+    """Qwen2VLImageProcessor's smart_resize, without importing torch."""
     side = TOKEN_SIDE
     w, h = round(width / side) * side, round(height / side) * side
     if w * h > PIXELS_MAX:
@@ -87,8 +87,8 @@ def processed_size(width: int, height: int) -> tuple[int, int]:
 
 
 def canvas_size(rng: random.Random) -> tuple[int, int]:
-    """Mostly one to four times the processed size: what reaches the model looks the same as
-    from a far larger picture, and costs a fraction to draw.  True large sizes are kept in."""
+    """Mostly one to four times the processed size, which after resizing looks like a far larger
+    picture and is faster to draw; sometimes truly large."""
     dice = rng.random()
     if dice < 0.02:
         return rng.choice(LARGE_SIZES)
@@ -104,7 +104,7 @@ def draw_scene(rng: random.Random, count: int, size: tuple[int, int] | None = No
     canvas = Image.new("RGB", (width * smooth, height * smooth), _background(rng))
     pen = ImageDraw.Draw(canvas)
     shapes = rng.sample(SHAPES, count)
-    if rng.random() < 0.2:  # a kind may come twice: counting must not mean counting kinds
+    if rng.random() < 0.2:  # a kind may come twice, so that the model counts shapes and not kinds
         shapes = rng.choices(SHAPES, k=count)
     things = []
     for shape, box in zip(shapes, _boxes(rng, count, width, height)):
@@ -120,7 +120,7 @@ def draw_scene(rng: random.Random, count: int, size: tuple[int, int] | None = No
 
 
 def draw_plain(size: tuple[int, int], things: list[Thing]) -> Scene:
-    """The same without chance: what somebody draws by hand to try the model."""
+    """The same without randomness, like a picture drawn by hand to try the model."""
     image = Image.new("RGB", size, (255, 255, 255))
     for thing in things:
         _draw_thing(ImageDraw.Draw(image), size, thing, COLOURS[thing.colour][0])
@@ -128,8 +128,8 @@ def draw_plain(size: tuple[int, int], things: list[Thing]) -> Scene:
 
 
 def token_labels(scene: Scene, columns: int, rows: int) -> NDArray[np.int64]:
-    """What the tower should know at every merged token, [rows, columns, 3]: kind of shape and
-    colour (0 is background), and place in reading order from 1.  IGNORE where in doubt."""
+    """Labels of every merged token, [rows, columns, 3]: kind of shape, colour (0 is background), and
+    place in reading order from 1; IGNORE if ambiguous."""
     labels = np.zeros((rows, columns, 3), dtype=np.int64)
     share = np.zeros((rows, columns))
     ys, xs = np.arange(rows)[:, None], np.arange(columns)[None, :]
@@ -158,7 +158,7 @@ def _background(rng: random.Random) -> RGB:
 
 
 def _near(rng: random.Random, rgb: RGB) -> RGB:
-    """Half of the time exactly the named colour, as most people draw."""
+    """Half of the time exactly the named colour."""
     spread = rng.choice([0, 10])
     r, g, b = (max(0, min(255, part + rng.randint(-spread, spread))) for part in rgb)
     return (r, g, b)
@@ -166,7 +166,7 @@ def _near(rng: random.Random, rgb: RGB) -> RGB:
 
 def _boxes(rng: random.Random, count: int, width: int, height: int
            ) -> list[tuple[float, float, float, float]]:
-    """Places for the shapes: anywhere for a lone one, else cells of a grid, row by row."""
+    """Places of the shapes: anywhere for a single one, else cells of a grid, row by row."""
     if count == 1 and rng.random() < 0.75:
         side = rng.uniform(0.35, 0.92) * min(width, height)
         w, h = side * rng.uniform(0.92, 1), side * rng.uniform(0.92, 1)
@@ -225,7 +225,7 @@ def _draw_thing(pen: ImageDraw.ImageDraw, size: tuple[int, int], thing: Thing, r
 
 
 def _worn(rng: random.Random, image: Image.Image) -> Image.Image:
-    """Some pictures come as JPEG, some with a little noise."""
+    """Some pictures are JPEG-compressed, some have a little noise."""
     dice = rng.random()
     if dice < 0.15:
         packed = io.BytesIO()

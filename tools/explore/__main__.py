@@ -1,11 +1,11 @@
-"""Explores how requests, cancels, deaths and drains can come between each other in dispatch, and what must hold then.
+"""Explores schedules of requests, cancels, deaths and drains in dispatch, and checks invariants in each.
 
     python -m tools.explore --schedules 100000     seeds, of random scenarios
     python -m tools.explore --small                every schedule of small scenarios
-    python -m tools.explore --replay 164           one seed, told step by step
+    python -m tools.explore --replay 164           one seed, step by step
 
-Exit code 1 with the whole schedule when something does not hold: bytes are used after they were given back, a work
-ends twice or never, a request gets another's picture or no end at all, a gauge is not back at its start.
+Exit code 1 with the whole schedule if an invariant is broken: bytes are used after they were freed, a work ends twice
+or never, a request gets another's picture or does not end, a gauge is not back at its start.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def all_of(given: Scenario) -> Iterable[Callable[[], list[str]]]:
 
 
 def explore(name: str, schedules: Iterable[Callable[[], list[str]]]) -> None:
-    """Run them all, and say how many there were.  Raises Violation."""
+    """Run all and print their number.  Raises Violation."""
     began = told = time.perf_counter()
     count = steps = 0
     with explored():

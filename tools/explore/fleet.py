@@ -1,7 +1,7 @@
-"""Worker processes and their sockets as explored schedules have them.
+"""Fakes of worker processes and their sockets for explored schedules.
 
-A process takes frames, works and answers as the real ones do, one small step at a time, each a choice of the schedule.
-Between what it does and what the daemon hears lies a pipe, so that orders and answers cross.
+A process reads frames, works and answers as the real ones do, in small steps that the schedule chooses.  A pipe lies
+between it and the daemon, so that requests and answers can cross.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from epdd.wire import (Binding, Cancel, Cancelled, CloseArena, Done, Encode, Enc
                        Generate, Lease, OpenArena, Prefilled, Ready, Tokens, WorkerSpec, to_worker)
 
 EXIT_KILLED = -9
-GARBAGE = object()          # what breaks the wire format
+GARBAGE = object()          # a frame that breaks the wire format
 
 
 @dataclass
 class Task:
-    """A work in its process."""
+    """A piece of work in its process."""
 
     message: Encode | Generate
     raw: bytes
-    read: tuple[int, ...] | None = None         # Generate: what its leases held
+    read: tuple[int, ...] | None = None         # Generate: contents of its leases
     told: int = 0                               # tokens
 
 
 @dataclass(frozen=True)
 class Manners:
-    """How images and prompts behave, by the first byte of an image and the first token of a prompt."""
+    """Behaviour of images and prompts, by the first byte of an image and the first token of a prompt."""
 
     bad: int = 250              # cannot be decoded
     lie: int = 251              # encoded to the wrong size
-    deadly: int = 252           # kills whoever works on it
-    encode_s: float = 0.05      # that encoders say an image takes
+    deadly: int = 252           # crashes its worker
+    encode_s: float = 0.05      # seconds that encoders report for an image
 
 
 class Process:
-    """Stands for epdd.fleet.process.Process, the worker in it, and its end of the socket."""
+    """Fake of epdd.fleet.process.Process, the worker in it, and its end of the socket."""
 
     _pids = count(1)
 
@@ -70,7 +70,7 @@ class Process:
         memory.processes.append(self)
         link.process = self
 
-    # --- as the supervisor knows it
+    # --- for the supervisor
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -84,13 +84,13 @@ class Process:
 
     @property
     def seen(self) -> bool:
-        """The supervisor knows that it is gone."""
+        """Whether the supervisor knows that it is gone."""
         return self._ended.done()
 
-    # --- as the memory knows it
+    # --- for the memory
 
     def touches(self) -> Iterator[tuple[Lease, bool]]:
-        """What it may read or write from now on, by what it has or will find in its pipe."""
+        """Pages that it may read or write from now on, by its work and the frames in its pipe."""
         if self.alive:
             for task in self.works.values():
                 if task.read is None:
@@ -99,12 +99,12 @@ class Process:
                 if not isinstance(message, Cancel):
                     yield from touched(message)
 
-    # --- what may happen to it
+    # --- its actions
 
     def receive(self, frame: bytes) -> None:
-        """The daemon writes; nobody reads what is written to the dead."""
+        """A frame from the daemon; dropped if the process is dead."""
         for message, raw in self._frames.feed(frame):
-            # What is said of arenas changes nothing here: none of these processes has GPU memory of its own.
+            # Frames about arenas have no effect: none of these processes has GPU memory.
             if self.alive and not isinstance(message, (OpenArena, CloseArena)):
                 if not isinstance(message, Cancel):
                     self._memory.handed_over(self, message)
@@ -127,19 +127,19 @@ class Process:
             yield Action(f"{name} is seen to be gone", self._reap)
 
     def take_works(self) -> None:
-        """All that lie before the first Cancel."""
+        """Take all works before the first Cancel."""
         while self.alive and self.inbox and not isinstance(self.inbox[0][0], Cancel):
             self._take()
 
     def be_heard(self) -> bool:
-        """All it has said; False if that is nothing."""
+        """Deliver all its frames; False if there are none."""
         said = bool(self.outbox)
         while self.outbox:
             self._deliver()
         return said
 
     def die(self, code: int) -> None:
-        """It touches nothing any more; what it said may still be heard."""
+        """It touches no memory any more; its frames may still be delivered."""
         self.alive = False
         self.code = code
         self.inbox.clear()
@@ -174,7 +174,7 @@ class Process:
         if not isinstance(message, Cancel):
             self.works[message.id] = Task(message, raw)
             if isinstance(message, Encode):
-                self._memory.write(message.lease, NOBODY)       # half written is not written
+                self._memory.write(message.lease, NOBODY)       # a partial write does not count
         elif self.works.pop(message.id, None) is not None:
             self._say(Cancelled(message.id))
 
@@ -194,7 +194,7 @@ class Process:
             self._say(Failed(message.id, "image_parse_error", "not an image"))
             return
         self._memory.write(message.lease, image)
-        # Half of what was leased: bfloat16.
+        # bfloat16: half of the lease.
         size = message.lease.size // 2
         self._say(Encoded(message.id, message.rows + (image == self._manners.lie), size, "bfloat16", 0.1))
 
@@ -216,26 +216,26 @@ class Link:
     def __init__(self) -> None:
         self.process: Process | None = None
         self.closed = False
-        self.other = self           # as the worker's end, which is handed over at the spawn
+        self.other = self           # the worker's end, which is passed on at the spawn
         self._arrived: deque[Any] = deque()
         self._over = False
         self._wake: asyncio.Future[None] | None = None
 
     @classmethod
     def pair(cls) -> tuple[Link, Link]:
-        """The daemon's end, and one that stands for the worker's."""
+        """The daemon's end and a fake of the worker's."""
         ours, theirs = cls(), cls()
         theirs.other = ours
         return ours, theirs
 
     def setblocking(self, flag: bool) -> None:
-        """As a socket."""
+        """As socket's."""
 
     def __enter__(self) -> Link:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """The worker's end is closed here when the worker has its own."""
+        """The daemon closes the worker's end once the worker has its own."""
 
     def close(self) -> None:
         self.closed = True
@@ -256,7 +256,7 @@ class Link:
             self._wake.set_result(None)
 
     async def next(self) -> Any:
-        """What the worker said; None at the end."""
+        """The worker's next frame; None at the end."""
         while not self._arrived:
             if self._over:
                 return None

@@ -1,7 +1,7 @@
-"""An event loop whose clock and order of events somebody else decides: what explored schedules run on.
+"""The event loop of explored schedules: a `World` decides its clock and the order of events.
 
-The loop itself is asyncio's.  Its selector is where a real loop would hear of the world: here it asks a `World` what
-happens next.  Time passes only when the world says so.
+The loop itself is asyncio's.  Its selector, where a real loop waits for events, asks the `World` what happens next.
+Time passes only when the world says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-CANCELS_MAX = 5             # some tasks have to wait for others in their last words
+CANCELS_MAX = 5             # some tasks await others while they are cancelled
 
 
 class Action(NamedTuple):
@@ -28,17 +28,17 @@ class Choices(Protocol):
     """Decides what happens."""
 
     def choose(self, actions: Sequence[Action]) -> Action:
-        """One of these, at least one."""
+        """Choose one of these."""
 
     def now_and_then(self) -> bool:
-        """Whether faults are on offer this time."""
+        """Whether a fault may happen this time."""
 
 
 class AtRandom:
     """The schedule of a seed."""
 
     def __init__(self, rng: random.Random, faults: float) -> None:
-        """`faults`: how often they are on offer, 0 to 1."""
+        """`faults`: the share of choices in which a fault may happen, 0 to 1."""
         self._rng = rng
         self._faults = faults
 
@@ -54,7 +54,7 @@ class Path:
 
     def __init__(self, begin: Sequence[int]) -> None:
         self._begin = begin
-        self.taken: list[tuple[int, int]] = []      # (choice, of how many)
+        self.taken: list[tuple[int, int]] = []      # (choice, number of choices)
 
     def choose(self, actions: Sequence[Action]) -> Action:
         at = len(self.taken)
@@ -67,7 +67,7 @@ class Path:
 
 
 def all_paths() -> Iterator[Path]:
-    """Every path, depth first: each is to be run to its end before the next is asked for."""
+    """Every path, depth first; run each to its end before asking for the next."""
     begin: list[int] = []
     while True:
         path = Path(begin)
@@ -89,14 +89,14 @@ class World(Protocol):
 
 
 class _Twilight:
-    """Where nothing happens but time."""
+    """A world in which only time passes."""
 
     def happen(self, timeout: float | None) -> float:
         return timeout or 0.0
 
 
 class _Selector(selectors.BaseSelector):
-    """Has no files to watch but the loop's own, which nobody writes to."""
+    """Watches no files."""
 
     def __init__(self) -> None:
         self.world: World | None = None
@@ -125,7 +125,7 @@ class Loop(asyncio.SelectorEventLoop):
         super().__init__(self._world_selector)
 
     def _make_self_pipe(self) -> None:
-        """No other thread wakes this loop; opening and closing the sockets for it would be a fifth of a schedule."""
+        """No other thread wakes this loop; its sockets would take a fifth of a schedule's time."""
 
     _close_self_pipe = _make_self_pipe
 
@@ -133,13 +133,13 @@ class Loop(asyncio.SelectorEventLoop):
         return self._world_selector.now
 
     def run_in_executor(self, executor: Any, call: Any, *args: Any) -> Any:
-        """At once: no other thread can wake this loop."""
+        """Runs it at once: no other thread can wake this loop."""
         future = self.create_future()
         future.set_result(call(*args))
         return future
 
     def give_up(self) -> None:
-        """Cancel what is left of a schedule that went wrong."""
+        """Cancel the rest of a schedule after a violation."""
         self.set_exception_handler(lambda loop, context: None)
         self.live_in(_Twilight())
         for _ in range(CANCELS_MAX):

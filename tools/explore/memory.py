@@ -1,4 +1,4 @@
-"""The arena as explored schedules have it: pages with the image that each holds, and who may touch them."""
+"""The arena of explored schedules: pages, the image in each, and the processes that may touch it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epdd.arena import PAGE
 from epdd.dispatch.encoder_cache.extents import Extents
 from epdd.wire import Encode, Generate, Lease, WorkerSpec
 
-NOBODY = -1                 # in a page that was given out and not written
+NOBODY = -1                 # in a page that is allocated and not written
 
 
 class Toucher(Protocol):
@@ -18,7 +18,7 @@ class Toucher(Protocol):
     spec: WorkerSpec
 
     def touches(self) -> Iterator[tuple[Lease, bool]]:
-        """What it may read, or write, from now on."""
+        """Pages that it may read or write from now on."""
 
 
 class Violation(AssertionError):
@@ -26,7 +26,7 @@ class Violation(AssertionError):
 
 
 class Memory(Extents):
-    """The arena's allocator, which also knows what every page holds and who may touch it."""
+    """The arena's allocator, which also knows every page's content and the processes that may touch it."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, PAGE)
@@ -51,7 +51,7 @@ class Memory(Extents):
                     raise Violation(f"[{offset}, +{length}) is {what} while {process.spec.name} may touch {lease}")
 
     def handed_over(self, process: Toucher, message: Encode | Generate) -> None:
-        """`process` gets a work: all its bytes are given out, and nobody writes what another touches."""
+        """`process` gets a work: all its bytes must be allocated, and no process may write what another touches."""
         for lease, writes in touched(message):
             for start, end in self._free:
                 if start < lease.offset + lease.size and lease.offset < end:

@@ -1,4 +1,4 @@
-"""What must hold at the end of an explored schedule."""
+"""Invariants at the end of an explored schedule."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_rest(house: House) -> None:
 
 
 def check_outcome(asker: Asker, given: Scenario, happened: Counter[str]) -> None:
-    """What it was told is true, whole or explained by what happened.  Raises Violation."""
+    """The answer is right and complete, or its error has a cause in the schedule.  Raises Violation."""
     ask, error = asker.ask, asker.error
     by_choice: dict[int, list[Any]] = {}
     for index, event in asker.told:
         by_choice.setdefault(index, []).append(event)
     for events in by_choice.values():
-        # A second attempt may begin where the first had told of its prefill only.
+        # A retry may begin after the first attempt's Prefilled.
         while len(events) > 1 and isinstance(events[0], Prefilled) and isinstance(events[1], Prefilled):
             events.pop(0)
         answer = [len(ask.images), *ask.images]
@@ -64,7 +64,7 @@ def check_outcome(asker: Asker, given: Scenario, happened: Counter[str]) -> None
 
 
 def _fair(asker: Asker, error: Exception, given: Scenario, happened: Counter[str]) -> bool:
-    """Whether what happened explains the error."""
+    """Whether the schedule explains the error."""
     ask, started = asker.ask, any(isinstance(event, Tokens) for _, event in asker.told)
     orders = happened["order"]
     losses = orders + happened["death"]       # at most
@@ -79,5 +79,5 @@ def _fair(asker: Asker, error: Exception, given: Scenario, happened: Counter[str
     if isinstance(error, WorkerLost) and started and not (ask.whole and asker.request.has_images):
         return losses > 0
     if isinstance(error, (WorkerLost, Rejected)):
-        return losses > 1       # one loss is made good, but for a stream with a token and for images let go
+        return losses > 1       # one loss is retried, except for a stream with a token and for released images
     return isinstance(error, NoWorker) and (orders > 0 or losses > 1)

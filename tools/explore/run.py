@@ -1,7 +1,7 @@
 """One schedule of epdd's dispatch, from the first request to the last process gone.
 
-Supervisor, pipeline, encoding, router, leases and channels are the real ones; processes, sockets, memory and time are
-those of explore_fleet.py, explore_memory.py and explore_loop.py, and explore_rules.py judges.
+Supervisor, pipeline, encoding, router, leases and channels are real; processes, sockets, memory and time are those of
+`fleet.py`, `memory.py` and `loop.py`; `rules.py` checks the outcome.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from epdd.settings.config import Config
 from epdd.wire import WorkerSpec
 
 ACTIONS_MAX = 5_000         # of a schedule: ten times what the longest needs
-TOLD_MAX = 300              # actions that a violation tells: whatever goes on for ever has gone wrong before
+TOLD_MAX = 300              # last actions that a violation prints
 NEVER_S = 1e9
 
 
 class House:
-    """Everything of one schedule."""
+    """The daemon, clients and world of one schedule."""
 
     def __init__(self, given: Scenario, choices: Choices, loop: Loop) -> None:
         self._given = given
@@ -49,7 +49,7 @@ class House:
         self._left = {"cancel": given.cancels, "death": given.deaths, "order": given.orders, "lack": given.lacks}
         self.happened: Counter[str] = Counter()    # faults
         self.story: list[str] = []
-        self.faults: list[str] = []         # of ours, as the log and the loop tell them
+        self.faults: list[str] = []         # the daemon's own bugs, from the log and the loop
         self.memory = Memory(given.pages * PAGE)
         self.cache = EncoderCache(given.pages * PAGE, given.cache_pages * PAGE)
         self.cache.host.extents = self.memory
@@ -64,13 +64,13 @@ class House:
         self.pipeline = Pipeline(self.supervisor, self.cache, self.encoding, self.admission, history)
         self.processes: list[Process] = []
         self.askers = [Asker(ask, request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
-        self._goes_on = False       # without a fault, an operator or time
+        self._goes_on = False       # actions without a fault, an operator or time
         self._stop: asyncio.Task[None] | None = None
 
     def _changed(self, worker: Worker) -> None:
         self.pipeline.fleet_changed()
 
-    # --- as the supervisor's fork server
+    # --- for the supervisor, as its fork server
 
     pid = None
 
@@ -81,12 +81,12 @@ class House:
         return process
 
     def stop(self) -> None:
-        """There is no fork server to end."""
+        """No fork server to end."""
 
     def _died(self) -> None:
         self.happened["death"] += 1
 
-    # --- as the loop's world
+    # --- for the loop, as its world
 
     def happen(self, timeout: float | None) -> float:
         if self.faults:
@@ -104,7 +104,7 @@ class House:
         if timeout and not (self._given.small and self._goes_on) and not self._ending:
             actions.append(Action("time passes", lambda: None))
         if timeout == 0:
-            actions.append(Action("", lambda: None))        # or nothing, while callbacks run
+            actions.append(Action("", lambda: None))        # or none, while callbacks run
         if not actions:
             return self._nothing_left(timeout)
         action = actions[0] if self._given.small and self._aside else self._choices.choose(actions)
@@ -121,12 +121,12 @@ class House:
 
     @property
     def _aside(self) -> bool:
-        """Before the first request, or after the last."""
+        """Whether it is before the first request or after the last."""
         return self._stop is not None or not all(worker.was_ready for worker in self.supervisor.workers)
 
     @property
     def _ending(self) -> bool:
-        """What is told to end at a stop does so sooner than the daemon gives up waiting."""
+        """At a stop, processes end before the daemon's time limit."""
         return self._stop is not None and any(process.told_to_end for process in self.processes)
 
     def _nothing_left(self, timeout: float | None) -> float:
@@ -138,7 +138,7 @@ class House:
         return ", ".join(asker.request.id for asker in self.askers if not asker.outcome) or "processes"
 
     def _ended(self) -> bool:
-        """Every request has ended, and no process has anything to do or say."""
+        """Whether every request has ended and no process has work or frames."""
         if self._stop is not None:
             return self._stop.done() and all(asker.outcome or asker.task is None for asker in self.askers)
         return all(asker.outcome for asker in self.askers) and not any(
@@ -151,10 +151,10 @@ class House:
             actions += process.actions()
         for asker in self.askers:
             if asker.task is None and not any(worker.was_ready for worker in self.supervisor.role("pd")):
-                break       # all would be refused
+                break       # all requests would be refused
             if asker.task is None:
                 actions.append(Action(f"{asker.request.id} comes", self._begin, (asker,)))
-                break       # in their order: they differ by what they ask
+                break       # in order: they differ
             if asker.gate is not None and not asker.gate.done():
                 actions.append(Action(f"{asker.request.id} reads", asker.read_on))
         self._goes_on = bool(actions)
@@ -198,7 +198,7 @@ class House:
         return Action(name, happen)
 
     def _move(self, name: str) -> None:
-        """Another placement: the process ends, and the next one starts there."""
+        """Another placement: the process ends, and its successor starts there."""
         specs = [worker.spec for worker in self.supervisor.workers]
         self.supervisor.reconcile(replace(spec, cpus=(*spec.cpus, len(spec.cpus)))
                                   if spec.name == name else spec for spec in specs)
@@ -208,7 +208,7 @@ class House:
         self._stop = self._loop.create_task(self.supervisor.stop())
 
     def _repairs(self) -> Iterator[Action]:
-        """When nothing goes on: an operator takes back what was drained, once."""
+        """If nothing can happen: an operator resumes drained workers, once."""
         for worker in self.supervisor.workers:
             if worker.drained and not self.supervisor.stopping:
                 yield Action(f"resume {worker.name}", self.supervisor.resume, (worker.name,))
@@ -237,13 +237,13 @@ class House:
 
 @functools.cache
 def _settings(policy: str) -> Config:
-    """Nobody is silent for too long: a process that takes its time is one that has not been chosen yet."""
+    """Without stall limits: a silent process is one that the schedule has not chosen yet."""
     config = Config().with_values("fleet", {"stall_s": NEVER_S, "start_timeout_s": NEVER_S}, "explored")
     return config.with_values("router", {"policy": policy}, "explored")
 
 
 class _Faults(logging.Handler):
-    """Takes what the daemon logs of its own bugs: there it goes on, here that is a violation."""
+    """Collects bugs that the daemon logs: it continues after them, but here they are violations."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -256,7 +256,7 @@ class _Faults(logging.Handler):
 
 @contextmanager
 def explored() -> Iterator[None]:
-    """Inside, the supervisor starts explored processes, and epdd's log is still."""
+    """Inside, the supervisor starts fake processes, and epdd's log is silent."""
     root = logging.getLogger("epdd")
     before = root.level, root.propagate, root.handlers[:]
     root.handlers[:], root.propagate = [], False
@@ -271,7 +271,7 @@ def explored() -> Iterator[None]:
 
 
 def run(given: Scenario, choices: Choices) -> list[str]:
-    """Run one schedule inside `explored()`; what happened, in order.  Raises Violation, with that in its notes."""
+    """Run one schedule inside `explored()`; returns its actions in order.  Raises Violation, with them in its notes."""
     loop = Loop()
     handler: _Faults | None = None
     root = logging.getLogger("epdd")

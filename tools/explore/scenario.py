@@ -1,4 +1,4 @@
-"""What explored schedules are of: a small fleet, a small arena, and requests that get into each other's way."""
+"""Scenarios of explored schedules: a small fleet, a small arena, and requests that compete for them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Ask:
     max_tokens: int = 1
     deadly: bool = False
     deadline_s: float = 0.0
-    leaves_after: int = 0           # events, by closing the answer; 0: stays
-    slow: bool = False              # reads an event when the schedule says so
-    whole: bool = False             # not streamed: what a lost worker began may begin anew
+    leaves_after: int = 0           # events after which it closes the answer; 0: never
+    slow: bool = False              # reads each event when the schedule says so
+    whole: bool = False             # not streamed: starts again if its worker dies
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Fleet, arena and requests; what happens to them is the schedule's."""
+    """Fleet, arena and requests; the schedule decides what happens."""
 
     asks: tuple[Ask, ...]
     encoders: int = 1
@@ -51,20 +51,20 @@ class Scenario:
     pds: int = 1
     pages: int = 8
     cache_pages: int = 8
-    cancels: int = 0                # at most so many of each
+    cancels: int = 0                # at most this many of each
     deaths: int = 0
     orders: int = 0                 # drain, resume, restart, another placement, garbage, the stop of the daemon
-    lacks: int = 0                  # times that others need the room of images kept only for a second try
+    lacks: int = 0                  # times that other requests need the room of images kept for a retry
     policy: str = "earliest"
     encode_s: float = 0.05
-    # To run all schedules of it: things happen one after another, each when the loop has nothing left to do; processes
-    # take works at once and are heard at once, time passes when nothing else can happen, and all are ready before the
-    # first request.  Orders and answers still cross: a Cancel is taken when the schedule says so.
+    # Reduced so that all schedules can be run: an action happens only when the loop is idle; processes take works and
+    # deliver frames at once; time passes if nothing else can happen; all are ready before the first request.  Requests
+    # and answers still cross: a Cancel is taken when the schedule says so.
     small: bool = False
 
 
 def scenario(rng: random.Random) -> Scenario:
-    """Any, small enough that requests get into each other's way."""
+    """A random one, small enough that requests compete."""
     pool = [0, 1, 2, 3] + [image for image in (MANNERS.bad, MANNERS.lie, MANNERS.deadly) if rng.random() < 0.1]
     asks = tuple(Ask(tuple(rng.choice(pool) for _ in range(rng.choice((0, 1, 1, 2, 2, 3)))),
                      n=rng.choice((1, 1, 1, 2)), max_tokens=rng.randint(1, 2), deadly=rng.random() < 0.03,
@@ -83,7 +83,7 @@ def pages_of(image: int) -> int:
 
 
 def request(name: str, ask: Ask) -> Request:
-    """As the front end would make it."""
+    """As the frontend would make it."""
     images = [Image(bytes((image,)), 32, 32, (1, 8, 8 * pages_of(image)), ROWS_A_PAGE * pages_of(image), str(image))
               for image in ask.images]
     spans = [Placed(1 + i, i) for i in range(len(images))]
@@ -93,7 +93,7 @@ def request(name: str, ask: Ask) -> Request:
 
 @dataclass
 class Asker:
-    """A client: what it asked, what it was told, how that ended."""
+    """A client: its request, its events and its outcome."""
 
     ask: Ask
     request: Request
@@ -102,12 +102,12 @@ class Asker:
     outcome: str = ""               # completed, left, cancelled or failed
     error: Exception | None = None
     gate: asyncio.Future[None] | None = None
-    begun: bool = False             # was told a token
-    anew: int = 0                   # how often the answer began anew
-    offered: bool = False           # its images may be let go if others need the room
+    begun: bool = False             # got a token
+    anew: int = 0                   # how often the answer started again
+    offered: bool = False           # its images may be released if others need the room
 
     async def run(self, admission: Admission, pipeline: Pipeline) -> None:
-        """As the front end does it."""
+        """As the frontend does it."""
         try:
             with admission.admit():
                 await self._listen(pipeline)
@@ -135,7 +135,7 @@ class Asker:
         self.outcome = "completed"
 
     def _images_read(self) -> None:
-        """The first token of a stream lets go of its images; an answer sent whole only offers them."""
+        """At the first token a stream releases its images; a non-streamed answer only offers them."""
         self.begun = True
         if self.ask.whole:
             self.offered = True

@@ -1,1 +1,1 @@
-"""What wants a GPU to be proved, part by part."""
+"""Checks that need a GPU, part by part."""

@@ -1,12 +1,12 @@
-"""All that wants a GPU to be proved, in one run of less than eight minutes: what is right, and how fast it is.
+"""Checks everything that needs a GPU, results and speed, in one run of less than eight minutes.
 
     python3 -m tools.gpu_check --out DIR [--wheels DIR]
     python3 -m tools.gpu_check --out DIR --cpu
 
 Runs in the root of a working tree, uninstalled, with torch and transformers; `--wheels` names a folder with wheels of
-what else is missing (docs/howto/gpus.md has the list and the command that fetches them).  Each part is a process with
-a time limit of its own: one that fails is a row of the table and stops no other.  Everything lands in DIR: rows as
-JSON, each part's log, the table.  The table is printed last.  `--cpu` rehearses every part at small size without a GPU.
+other packages that are missing (docs/howto/gpus.md has the list and the command that fetches them).  Each part is a
+process with its own time limit; one that fails is a row of the table and stops no other.  DIR gets rows as JSON, each
+part's log and the table, which is also printed.  `--cpu` rehearses every part at small size without a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOTAL_S = 470.0             # of all parts together
-REHEARSAL = 10              # times as long without a GPU: it proves no speed, and the machine may be a slow one
-# In this order: what matters most first, as long as what it needs is there.  (name, seconds at most)
+REHEARSAL = 10              # factor on time limits without a GPU: the machine may be slow
+# (name, seconds at most), the most important first, after the parts that they need
 PARTS = (("checkpoint", 90), ("correct", 100), ("handover", 60), ("decode", 110), ("encoder", 60), ("serve", 150),
          ("ratio", 60))
-# Distributions that a machine with torch, transformers, aiohttp and uvloop may lack, by the module each brings.
+# Module -> distribution, which a machine with torch, transformers, aiohttp and uvloop may lack.
 WHEELS = {"jinja2": "jinja2", "markupsafe": "markupsafe", "llguidance": "llguidance", "msgspec": "msgspec",
           "multiprocess": "multiprocess", "dill": "dill", "numa": "py-libnuma", "numpy": "numpy",
           "pynvml": "nvidia-ml-py", "orjson": "orjson", "PIL": "pillow", "prometheus_client": "prometheus-client",
@@ -41,7 +41,7 @@ def missing() -> list[str]:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Each by itself, so that one that does not fit this Python keeps no other out."""
+    """Each separately, so that one that does not fit this Python does not block the others."""
     for name in missing():
         done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
                                "--no-index", "--no-deps", "--find-links", wheels, "--target", site, name],
@@ -51,10 +51,10 @@ def install(wheels: Path, site: Path) -> None:
 
 
 def run(part: str, limit_s: float, out: Path, work: Path, site: Path, cpu: bool) -> list[dict[str, object]]:
-    """A part's rows; its failure is one of them."""
+    """A part's rows; a failure is a row."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, site))),
                                 "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if cpu:     # a rehearsal shares the CPUs with whatever else is run on them
+    if cpu:     # a rehearsal shares the CPUs with other programs
         environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "tools.gpu_check.parts", part, "--out", str(out), "--work", str(work),
                *(["--cpu"] if cpu else [])]
@@ -67,7 +67,7 @@ def run(part: str, limit_s: float, out: Path, work: Path, site: Path, cpu: bool)
                 fault = f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
             fault = f"took longer than {limit_s:.0f} s"
-            os.killpg(process.pid, 9)       # with the processes that it started
+            os.killpg(process.pid, 9)       # with its own child processes
             process.wait()
     rows = lines(out / f"{part}.jsonl")
     if fault:

@@ -1,4 +1,4 @@
-"""Is what the GPU computes right: tokens against transformers' own on CPUs, embeddings against the CPUs' float32."""
+"""Correctness: the GPU's tokens against transformers on CPUs, its embeddings against the CPUs' float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompts(folder: str) -> list[pd.Prompt]:
 
 
 def answers(check: Check, folder: str, dtype: str, **more: Any) -> list[list[int]]:
-    """All prompts at once, through recorded decode steps where the device has them."""
+    """All prompts at once, through recorded decode steps if the device has them."""
     bench = pd.Bench(folder, make=check.runner(), device="cpu" if check.cpu else "cuda:0", dtype=dtype,
                      max_batched_tokens=64, max_sequences=8, **more)
     bench.engine.warm_up(lambda done: None)

@@ -1,4 +1,4 @@
-"""Decode and prefill of a language model of true widths: tokens a second, and the share of what memory allows."""
+"""Decode and prefill of a language model of true widths: tokens a second, and the share of the memory's rate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def copy_rate(check: Check) -> float:
 
 
 def step_seconds(bench: Any, batch: int, prompt_tokens: int, steps: int) -> float:
-    """Seconds of a decode step of so many sequences, the median."""
+    """Median seconds of a decode step with `batch` sequences."""
     for i in range(batch):
         bench.submit(f"{batch}-{i}", pd.Prompt([(7 * i + j) % 500 for j in range(prompt_tokens)]),
                      max_tokens=steps + 32, ignore_eos=True)

@@ -1,6 +1,6 @@
 """Embeddings from an encoder's process to another on the same GPU: by the host's pinned arena, and by CUDA IPC.
 
-Run as a program it is the encoder's side: it is told a lease by a line, writes rows of one number there, and answers.
+Run as a program it is the encoder's side: it reads a lease from a line, writes rows of one number there, and answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Encoder:
         self.pool = self._read()
 
     def store(self, shape: tuple[int, int, int], lease: wire.Lease, number: int) -> float:
-        """Seconds that it took to write, until its stream was done."""
+        """Seconds of writing, until its stream is done."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps([shape, lease.offset, lease.size, lease.arena, number]) + "\n")
         self._process.stdin.flush()
@@ -110,7 +110,7 @@ def fetch(device: Any, transfer: Transfer, shape: tuple[int, int, int], lease: w
 
 
 def leaks(check: Check, device: Any, transfer: Transfer, encoder: Encoder, ways: list[int]) -> None:
-    """A thousand handovers after a hundred: what memory is gone then."""
+    """Memory that a thousand handovers lose, after a hundred for warm-up."""
     size = SMALL[0] * SMALL[1] * SMALL[2] * 2
     rounds = LEAK_ROUNDS if not check.cpu else 200
     before: tuple[int, int] = 0, 0

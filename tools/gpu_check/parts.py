@@ -22,7 +22,7 @@ from epdd import arena, families, wire
 from tools import random_model
 
 # Qwen3-VL-8B at its true widths with 16 of its 36 language layers: 3.1 billion parameters and 0.6 of output rows.
-# Its vision tower is whole.
+# Its vision tower is complete.
 TRUE_SIZE = random_model.Shape(
     hidden=4096, layers=16, heads=32, kv_heads=8, inter=12288, vocab=151936, head_dim=128, max_model_len=65536,
     vision_hidden=1152, vision_layers=27, vision_heads=16, vision_inter=4304)
@@ -32,7 +32,7 @@ SEED = 20
 
 
 class Check:
-    """What a part knows of the machine, and where its rows go."""
+    """The machine, as a part sees it, and the file of its rows."""
 
     def __init__(self, part: str, out: Path, work: Path, cpu: bool) -> None:
         self.part, self.out, self.work, self.cpu = part, out, work, cpu
@@ -46,7 +46,7 @@ class Check:
         print(row, flush=True)
 
     def device(self) -> Any:
-        """epdd.worker.kernels.cuda.Device, or one that plays it in the host's memory."""
+        """epdd.worker.kernels.cuda.Device, or its fake in the host's memory."""
         if self.cpu:
             return importlib.import_module("tests.worker.fake_cuda").FakeDevice()
         return importlib.import_module("epdd.worker.kernels.cuda").Device("cuda:0")
@@ -61,7 +61,7 @@ class Check:
 
 
 def jpeg(width: int, height: int, seed: int) -> bytes:
-    """A picture of blurred noise that no other seed makes, as a file."""
+    """A picture of blurred noise as a file, unique to the seed."""
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 16, 3), np.uint8))
     file = io.BytesIO()
     small.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -88,7 +88,7 @@ class Encoding:
         self.ready = self.role.warm_up(lambda done: None)
 
     def encode(self, files: Sequence[bytes], size: tuple[int, int]) -> float:
-        """Seconds for all of these pictures of one size, from the first's arrival; rows lie one after another."""
+        """Seconds for all of these pictures of one size, from the first's arrival; embeddings lie one after another."""
         grid = self.family.grid(*size)
         rows = self.family.rows(grid)
         each = self.family.embedding_bytes(rows, self.ready.dtype)
@@ -150,7 +150,7 @@ def encoder(check: Check) -> None:
 
 
 def ratio(check: Check) -> None:
-    """How much faster the GPU encodes than these CPUs: what the router calls R."""
+    """How much faster the GPU encodes than these CPUs: the router's R."""
     rates = {}
     for line in (check.out / "encoder.jsonl").read_text().splitlines():
         row = json.loads(line)

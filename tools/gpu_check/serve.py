@@ -41,7 +41,7 @@ def measure(check: Check) -> None:
 
 
 def everybody(daemon: launch.Daemon) -> None:
-    """Wait for the workers that were not ready with the first ones."""
+    """Wait until all workers are ready."""
     daemon.until(lambda: all(worker["state"] == "READY" for worker in daemon.status()["workers"]))
 
 
@@ -59,7 +59,7 @@ def ask(daemon: launch.Daemon, parts: list[dict[str, Any]], tokens: int) -> tupl
     connection = http.client.HTTPConnection(host, timeout=300)
     began = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()       # its head goes out with the first token
+    answer = connection.getresponse()       # its head is sent with the first token
     first = time.perf_counter() - began
     text = answer.read().decode()
     connection.close()
@@ -69,7 +69,7 @@ def ask(daemon: launch.Daemon, parts: list[dict[str, Any]], tokens: int) -> tupl
 
 
 def leaks(check: Check, daemon: launch.Daemon, size: tuple[int, int]) -> None:
-    """A thousand pictures through encoders, leases and prefill, after a tenth of that: what is left of them."""
+    """Memory and leases that a thousand pictures leave behind, after a hundred for warm-up."""
     handovers = HANDOVERS if not check.cpu else 80
     many(daemon, size, handovers // 10, 10_000)
     before = memory(check, daemon)

@@ -1,4 +1,4 @@
-"""Writes docs/reference/ and etc/epdd.toml from the code, so that they cannot disagree with it.
+"""Writes docs/reference/ and etc/epdd.toml from the code.
 
     python -m tools.reference           # write the files
     python -m tools.reference --check   # exit code 1 if a file is not current
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file's name."""
+    """File name -> page."""
     made = {"settings.md": settings.page(), "http.md": http(), "epdd.md": epdd(), "epdctl.md": epdctl(),
             "metrics.md": metric_list(), "errors.md": error_codes(),
             "fields.md": fields.page(ChatBody.__struct_fields__, CompletionBody.__struct_fields__)}
@@ -54,7 +54,7 @@ def pages() -> dict[str, str]:
 
 
 def files() -> dict[Path, str]:
-    """All that is written."""
+    """File -> content, of all files."""
     return {FOLDER / name: text for name, text in pages().items()} | {ROOT / "etc" / "epdd.toml": settings.file()}
 
 
@@ -112,7 +112,7 @@ def epdctl() -> str:
 
 
 def _parser(run: Callable[[Sequence[str]], int], *verb: str) -> argparse.ArgumentParser:
-    """The parser whose help a command would print."""
+    """The parser of a command."""
     found: list[argparse.ArgumentParser] = []
     with mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self)):
         with suppress(SystemExit):
@@ -125,7 +125,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _command(name: str, parser: argparse.ArgumentParser, text: str = "") -> str:
-    """A section; written from the parser and not from its help, whose form changes with Python's version."""
+    """A section, made from the parser: the format of its help changes with Python's version."""
     about = (parser.description or text).strip().rstrip(".")
     rows = []
     for action in _actions(parser):

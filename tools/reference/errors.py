@@ -26,7 +26,7 @@ Every refusal has OpenAI's form:
 the same object comes as an event, and the stream ends. Statuses 429 and 503 carry `Retry-After` in seconds.
 """
 
-# Of codes whose message is made elsewhere.
+# Messages of codes that are raised with a computed message.
 ABOUT = {"invalid_image_url": "The address of an image is not allowed, or no address."}
 
 STARTUP = """\
@@ -55,7 +55,7 @@ def _about(found: type[EpddError]) -> str:
 
 
 def _is_base(found: type[EpddError]) -> bool:
-    """Whether it only groups others, with no meaning of its own."""
+    """Whether the class only groups others."""
     return found in (errors.RequestError, errors.CapacityError, errors.WorkerError)
 
 
@@ -63,7 +63,7 @@ def _raised(classes: dict[str, type[EpddError]]) -> Iterator[tuple[str, int, str
     """(code, status, messages) of every `SomeError("message", code="code")` in the daemon."""
     found: dict[str, tuple[int, dict[str, None]]] = {}
     for path in sorted(Path(epdd.__file__).parent.rglob("*.py")):
-        if "worker" in path.parts:      # whose refusals of images are those of the daemon, in other words
+        if "worker" in path.parts:      # refuses images as the daemon does, with other messages
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
@@ -76,11 +76,11 @@ def _raised(classes: dict[str, type[EpddError]]) -> Iterator[tuple[str, int, str
 
 
 def _status(code: str, kind: type[EpddError]) -> int:
-    return 405 if code == "method_not_allowed" else kind.status      # which frontend.faults takes from aiohttp
+    return 405 if code == "method_not_allowed" else kind.status      # from aiohttp, by frontend/http/error_responses.py
 
 
 def _message(args: list[ast.expr]) -> str:
-    """A sentence, with "..." for what is known only then."""
+    """A sentence, with "..." for computed parts."""
     parts = args[0].values if isinstance(args[0], ast.JoinedStr) else args[:1]
     text = "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"

@@ -62,7 +62,7 @@ def _fields(schema: Json, texts: Mapping[str, str]) -> str:
     for name, value in schema["properties"].items():
         about = value.get("description", texts.get(name, ""))
         if not about.startswith(("Not supported", "No effect")):
-            kind = "text" if name == "model" else _kind(value)      # whose names are those of the running daemon
+            kind = "text" if name == "model" else _kind(value)      # its values are the running daemon's
             rows.append((f"`{name}`" + (" (needed)" if name in needed else ""), kind, about))
     return table(("field", "type", ""), rows)
 
@@ -76,7 +76,7 @@ def _link(name: str) -> str:
 
 
 def _kind(schema: Json) -> str:
-    """A type in a few words."""
+    """A short name of a type."""
     if "$ref" in schema:
         return _link(_name(schema))
     if "anyOf" in schema:

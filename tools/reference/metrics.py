@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md: what /metrics tells of a daemon that has one of everything."""
+"""docs/reference/metrics.md: the metrics of a daemon that has every kind of worker and event."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def metric_list() -> str:
     text = exposition.Exposition(_stats(), Connections(ServerSettings()), _status).text().decode()
     rows = []
     for family in sorted(text_string_to_metric_families(text), key=lambda family: family.name):
-        if family.name.endswith("_created"):        # when each histogram began
+        if family.name.endswith("_created"):        # the time at which a histogram began
             continue
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -45,7 +45,7 @@ def _stats() -> RequestStats:
 
 
 def _status() -> dict[str, Any]:
-    """A status in which every part has every number that a metric asks of it."""
+    """A status with every number that a metric reads."""
     status: dict[str, Any] = {}
     for _, _, section, key in (*exposition.GAUGES, *exposition.COUNTERS):
         (status.setdefault(section, {}) if section else status)[key] = 0

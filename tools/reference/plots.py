@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-# Equal numbers give equal files: no dates in them, no random names of elements.
+# Equal numbers give equal files: no dates, no random names of elements.
 matplotlib.rcParams["svg.hashsalt"] = "epdd"
 matplotlib.rcParams["svg.fonttype"] = "none"
 from matplotlib import pyplot  # noqa: E402

@@ -11,7 +11,7 @@ def note(source: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text, in which `<think>` is no element and `*` no emphasis."""
+    """Text with `<` and `*` escaped."""
     return re.sub(r"([<*])", r"\\\1", text).replace("\n", " ")
 
 

@@ -1,1 +1,1 @@
-"""A fleet by discrete events over the daemon's own router."""
+"""Simulates a fleet by discrete events over the daemon's own router."""

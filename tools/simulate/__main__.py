@@ -1,14 +1,14 @@
-"""What a fleet would do, by discrete events over the daemon's own router: tables, plots, and what pays.
+"""Simulates a fleet by discrete events over the daemon's own router: tables, plots, and which encoders pay.
 
     python -m tools.simulate table                    # the reference table, and its ratios on equal arrivals
     python -m tools.simulate scenarios                # mixed sizes, mis-set R, a CPU that becomes 3 x slower
-    python -m tools.simulate slack                    # what ordering the queue is worth
+    python -m tools.simulate slack                    # effect of the queue's order
     python -m tools.simulate sweep                    # which R, and how many CPU encoders, pay
     python -m tools.simulate run --fleet gpu:2@0.11,cpu:400@1.32 --images 1-8 --rates 2 4 --burst 4
     python -m tools.simulate run --fleet xeon6747p-5xl40s --trace requests.jsonl
 
 A fleet is a profile of `epdd --emulate` or KIND:COUNT@A[/B[/C]] groups (seconds = A + B * patches + C * patches^2).
---out DIR leaves plots (PNG, SVG) and numbers.json.  Seconds are those to encode a request's images, arrival to last.
+--out DIR writes plots (PNG, SVG) and numbers.json.  Seconds are from a request's arrival to its last encoded image.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.simulate.simulator import Encoder, Outcome, Request, Rule, percentile
 # --- the reference table
 
 def table(args: argparse.Namespace, report: Report) -> None:
-    """The reference table over several seeds, its ratios, and on arrivals as harsh as those it was measured on."""
+    """The reference table over several seeds, its ratios, and the table on arrivals like those it was measured on."""
     fleet, mix = scenarios.fleet(scenarios.TABLE_FLEET), scenarios.equal(8)
     found = grid(args, fleet, RULES, RATES, mix, range(args.seeds))
     columns = [f"{rate:g} requests/s" for rate in RATES]
@@ -57,7 +57,7 @@ def table(args: argparse.Namespace, report: Report) -> None:
 
 
 def _harsh(args: argparse.Namespace, report: Report, fleet: Sequence[Encoder], mix: scenarios.Mix) -> None:
-    """The seed whose GPU-only numbers are nearest the reference's, and what all policies make of it."""
+    """The seed whose GPU-only numbers are nearest the reference's, with all policies on it."""
     searched = grid(args, fleet, [BY_NAME["gpu-only"]], RATES, mix, range(args.search))
     harsh = min(range(args.search), key=lambda seed: distance(searched, seed))
     found = grid(args, fleet, RULES, RATES, mix, [harsh])
@@ -74,7 +74,7 @@ def _harsh(args: argparse.Namespace, report: Report, fleet: Sequence[Encoder], m
 
 
 def distance(found: Grid, seed: int) -> float:
-    """How far a seed's GPU-only numbers are from the reference's: sum of squared logarithms."""
+    """Distance of a seed's GPU-only numbers from the reference's: sum of squared logarithms."""
     return sum(math.log(found["gpu-only", rate][seed].percentile(share) / wanted) ** 2
                for rate, cell in zip(RATES, REFERENCE["gpu-only"]) for share, wanted in zip((0.5, 0.99), cell))
 
@@ -113,11 +113,11 @@ def wrong_ratio(args: argparse.Namespace, report: Report) -> None:
 
 
 SLOW_FACTOR = 3.0
-WITHIN = 0.1            # R has recovered when it is this near the truth
+WITHIN = 0.1            # R has recovered within this factor of the truth
 
 
 def slow_cpu(args: argparse.Namespace, report: Report, rate: float = 1.2) -> None:
-    """One of four CPU encoders becomes slower half-way; who notices, and when."""
+    """One of four CPU encoders becomes slower half-way; which policies adapt, and when."""
     mix, requests = scenarios.equal(8), 2 * args.requests
     half = args.requests / rate
     fleet = scenarios.fleet(f"gpu:1@0.11,cpu:3@1.32,cpu:1@1.32x{SLOW_FACTOR:g}after{half:g}")
@@ -150,7 +150,7 @@ def slow_cpu(args: argparse.Namespace, report: Report, rate: float = 1.2) -> Non
 
 
 def split(outcome: Outcome, requests: Sequence[Request], moment: float) -> tuple[list[float], list[float]]:
-    """Latencies of the requests that came before and after."""
+    """Latencies of the requests that arrived before and after."""
     pairs = list(zip(requests, outcome.latencies))
     return ([latency for request, latency in pairs if request.at < moment],
             [latency for request, latency in pairs if request.at >= moment])
@@ -165,7 +165,7 @@ def recovered(outcome: Outcome, since: float, truth: float) -> float:
 # --- ordering
 
 def slack(args: argparse.Namespace, report: Report) -> None:
-    """What letting small requests go before large ones is worth."""
+    """Effect of letting small requests pass large ones."""
     fleet, mix = scenarios.fleet(scenarios.MIXED_FLEET), scenarios.mixed()
     rates = [round(load * scenarios.capacity(fleet, mix), 2) for load in MIXED_LOADS]
     rules = [Rule(f"slack {value:g}", "earliest", slack=value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)]
@@ -179,9 +179,9 @@ def slack(args: argparse.Namespace, report: Report) -> None:
     report.plot("slack", "Ordering the queue, mixed sizes", "requests/s", curves(found, rules, rates))
 
 
-# --- what pays
+# --- which encoders pay
 
-PAYS = 0.05             # an encoder pays if it and those beyond it cut p99 by this each, on average
+PAYS = 0.05             # an encoder pays if it and the later ones cut p99 by this much each, on average
 
 
 def sweep(args: argparse.Namespace, report: Report) -> None:
@@ -211,7 +211,7 @@ def sweep(args: argparse.Namespace, report: Report) -> None:
 
 
 def worth(p99: Sequence[float], rate: float, here: int = 4) -> str:
-    """What CPU encoders are worth, in a sentence; p99 in seconds with 0, 1, 2... of them, `here` being looked at."""
+    """A sentence on the gain from CPU encoders; p99 in seconds with 0, 1, 2... of them, `here` marked."""
     last = len(p99) - 1
     here = min(here, last - 1)
     pays = next(n for n in range(last + 1) if p99[last] >= (1 - PAYS) ** (last - n) * p99[n])

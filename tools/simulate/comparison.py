@@ -1,4 +1,4 @@
-"""Policies side by side: the daemon's and the published router's, on equal arrivals, simulated."""
+"""Simulates the daemon's and the published router's policies on equal arrivals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REFERENCE = {"gpu-only": [(1.26, 6.85), (9.85, 18.38), (20.81, 36.41), (33.76, 6
              "published, unit request": [(1.04, 10.64), (2.95, 10.62), (5.94, 10.98), (12.80, 21.41)],
              "published, unit image": [(1.38, 4.83), (2.26, 7.58), (3.52, 8.71), (10.77, 20.10)],
              "earliest": [(0.88, 4.16), (1.62, 7.11), (2.55, 8.07), (8.47, 15.77)]}
-P99_OF_REQUEST_RULE = [0.5, 0.75, 0.8, 0.8]         # the target at each of RATES
+P99_OF_REQUEST_RULE = [0.5, 0.75, 0.8, 0.8]         # targets at each of RATES
 
-# The published router knows no queue: a job gets its encoder when it comes.
+# The published router has no queue: a job gets its encoder on arrival.
 PUBLISHED_REQUEST = Rule("published, unit request", "budget", "request", PUBLISHED_R, 0.0, math.inf, whole=True)
 PUBLISHED_IMAGE = Rule("published, unit image", "budget", "image", PUBLISHED_R, 0.0, math.inf)
 EARLY = Rule("earliest finish, early binding", "earliest", slack=0.0, ahead_s=math.inf)
@@ -37,7 +37,7 @@ Task = tuple[Sequence[Encoder], Sequence[Request], Rule, int]
 
 
 def outcomes(tasks: Iterable[Task], jobs: int) -> Iterator[Outcome]:
-    """In the order of the tasks."""
+    """Outcomes in the order of the tasks."""
     if jobs == 1:
         yield from map(_run, tasks)
         return
@@ -53,7 +53,7 @@ def _run(task: Task) -> Outcome:
     return outcome
 
 
-Grid = dict[tuple[str, float], list[Outcome]]       # (rule, rate) to an outcome a seed
+Grid = dict[tuple[str, float], list[Outcome]]       # (rule, rate) -> an outcome for each seed
 
 
 def grid(args: argparse.Namespace, fleet: Sequence[Encoder], rules: Sequence[Rule], rates: Sequence[float],

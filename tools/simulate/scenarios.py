@@ -23,10 +23,9 @@ FULL_HD, FOUR_K = (1920, 1080), (3840, 2160)
 # From a thumbnail to 4K; each equally likely in the mixed scenario.
 SIZES = [(224, 224), (448, 448), (800, 600), (1024, 1024), (1280, 720), FULL_HD, (2560, 1440), FOUR_K]
 
-# The fleet of the published measurements: seconds of an image, whatever its size.
+# The fleet of the published measurements: seconds of an image of any size.
 TABLE_FLEET = "gpu:1@0.11,cpu:4@1.32"
-# The same with time in proportion to patches, an eighth part of it in the square of them as attention would have it:
-# 0.11 s and 1.32 s for 1080p.
+# The same with time by patches, an eighth of it by their square as in attention: 0.11 s and 1.32 s for 1080p.
 MIXED_FLEET = "gpu:1@0.001/1.17e-5/2.0e-10,cpu:4@0.012/1.40e-4/2.4e-9"
 
 Size = tuple[int, int]                              # width and height in pixels
@@ -39,7 +38,7 @@ _GROUP = re.compile(r"(cpu|gpu):(\d+)@([0-9.e-]+)(?:/([0-9.e-]+))?(?:/([0-9.e-]+
 
 @cache
 def patches(width: int, height: int) -> int:
-    """Of an image of so many pixels, by Qwen3-VL's rule."""
+    """Patches of an image of this size, by Qwen3-VL's rule."""
     return math.prod(_FAMILY.grid(width, height, MIN_PIXELS, MAX_PIXELS))
 
 
@@ -100,7 +99,7 @@ def capacity(encoders: Sequence[Encoder], mix: Mix, samples: int = 2000) -> floa
 # --- request mixes
 
 def equal_sizes(images: int, size: tuple[int, int] = FULL_HD) -> Sized:
-    """So many images of one size."""
+    """A constant number of images of one size."""
     request = (size,) * images
     return lambda rng: request
 
@@ -129,7 +128,7 @@ def mixed(low: int = 1, high: int = 8, sizes: Sequence[Size] = SIZES, text_share
 
 
 def draws(sized: Sized, count: int, seed: int) -> list[tuple[Size, ...]]:
-    """Of the requests that `poisson` makes with this mix and seed, the images' sizes."""
+    """The images' sizes in the requests that `poisson` makes with this mix and seed."""
     rng = _sizes_of(seed)
     return [sized(rng) for _ in range(count)]
 
@@ -141,9 +140,9 @@ def _sizes_of(seed: int) -> random.Random:
 # --- arrivals
 
 def poisson(rate: float, count: int, mix: Mix, seed: int, burst: int = 1) -> list[Request]:
-    """`rate` requests a second, each by itself or so many at the same moment.
+    """`rate` requests a second, singly or `burst` at once.
 
-    With the same seed other rates give the same arrivals, closer together, and other mixes the same arrivals.
+    With the same seed, other rates give the same arrivals closer together, and other mixes the same arrivals.
     """
     times, sizes = random.Random(f"arrivals {seed}"), _sizes_of(seed)
     requests: list[Request] = []

@@ -1,9 +1,8 @@
 """Discrete events over the daemon's own queue, router and time models.
 
-Nothing of `epdd.dispatch` is copied: `Router` decides here as it does in the daemon, and `epdd.emulated_time.Timeline`
-keeps the encoders' time as it does in emulated workers.  Only time itself, requests and deaths are made
-here.  Not covered:
-text work, leases and the arena, prefill and decode, and what handing over costs.
+The daemon's own `Router` decides, and `epdd.emulated_time.Timeline` keeps the encoders' time as in emulated workers.
+This module adds time, requests and deaths.  Not covered: text work, leases and the arena, prefill and decode, and the
+cost of handing over.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Death(NamedTuple):
-    """An encoder is lost `at`, and back after `away_s`."""
+    """An encoder dies `at`, and is back after `away_s`."""
 
     at: float
     encoder: str
@@ -47,11 +46,11 @@ class Encoder(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A way to route.  What the router's own settings mean is said there.
+    """A way to route; `[router]` in the settings explains the fields of the same names.
 
-    `ahead_s` of infinity is early binding: a job gets its encoder when it comes.  `whole` routes requests instead
-    of images: all of one go to the same encoder, as the published router does.  No daemon does that here; it is a
-    baseline.
+    `ahead_s` of infinity is early binding: a job gets its encoder on arrival.  `whole` routes requests instead of
+    images: all images of one go to the same encoder, as in the published router.  Both are baselines, which the daemon
+    does not have.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Rule:
 
 @dataclass(eq=False, kw_only=True)
 class Work(Job):
-    """A job with the images it stands for: one, or with a `whole` rule all of a request."""
+    """A job with its images: one, or with a `whole` rule all of a request."""
 
     request: int
     parts: tuple[int, ...]
@@ -73,7 +72,7 @@ class Work(Job):
 
 
 class Encoded(NamedTuple):
-    """What became of one job; times in seconds."""
+    """One job's outcome; times in seconds."""
 
     request: int
     images: int
@@ -86,13 +85,13 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Outcome:
-    """Of one run.  `latencies` in the order of the requests that had images and lost none."""
+    """One run.  `latencies` are of requests with images that lost none, in order."""
 
     rule: Rule
     latencies: list[float] = field(default_factory=list)
     encoded: list[Encoded] = field(default_factory=list)
     failed: list[Work] = field(default_factory=list)        # jobs that cost two encoders
-    stuck: int = 0                                          # jobs that waited when nothing could happen any more
+    stuck: int = 0                                          # jobs that waited when no event was left
     ratios: list[tuple[float, float]] = field(default_factory=list)     # (when, R in force), at each end
     end: float = 0.0
 
@@ -105,23 +104,23 @@ class Outcome:
 
     @property
     def oldest(self) -> float:
-        """The worst age that an image had when it was encoded."""
+        """The greatest age of an image at its end."""
         return max((done.ended - done.queued for done in self.encoded), default=0.0)
 
     def images_by(self, names: Sequence[str]) -> int:
-        """Images encoded by these encoders."""
+        """Number of images that these encoders encoded."""
         return sum(done.images for done in self.encoded if done.encoder in names)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank; 0 of nothing."""
+    """Nearest rank; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def simulate(fleet: Sequence[Encoder], requests: Sequence[Request], rule: Rule, *, deaths: Sequence[Death] = (),
              seed: int = 0, watch: Callable[[float, Router], None] | None = None) -> Outcome:
-    """Route `requests` over `fleet` until nothing happens any more.  `watch` is called after each decision round."""
+    """Route `requests` over `fleet` until no event is left.  `watch` is called after each decision round."""
     return _Run(fleet, requests, rule, deaths, seed, watch).run()
 
 
@@ -160,7 +159,7 @@ class _Run:
 
     def run(self) -> Outcome:
         now, router, events = 0.0, self.router, self._events
-        # While anything is in flight its end is an event: with none left, only waiting for ever remains.
+        # Each job in flight has an event at its end: without one, the waiting jobs would wait for ever.
         while events:
             wake = router.wake_at(now)
             if wake is not None and wake < events[0][0]:
@@ -192,7 +191,7 @@ class _Run:
                     self._assign(now)       # it has an encoder before the next one comes
 
     def _begin(self, server: _Server, work: Work, now: float) -> None:
-        """What the worker does with a job that was handed to it: one after another."""
+        """The worker computes its jobs one after another."""
         work.attempts += 1
         services = [server.line.serve(now, server.encoder.group.image_seconds(patches)) for patches in work.parts]
         server.held.append((work, services[-1].end - services[0].start))

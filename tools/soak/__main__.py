@@ -1,17 +1,16 @@
-"""Does the daemon lose, mix up or leak anything while it is broken in every way that we know of?
+"""Checks that the daemon loses, confuses and leaks nothing under injected faults.
 
     python -m tools.soak --seconds 3600 --every 20
     python -m tools.soak --daemon-kills 100
     python -m tools.soak --seconds 1800 --hostile
 
-The first asks the demo model questions with known answers and injects a fault every so many seconds, chosen from a
-seed.  Each request must end once, with the right answer or an error that fits.  Between faults the load pauses
-now and then: each gauge must be back at its start, and no process may have grown by more than 5 % since it was warm.
-Each worker is spared by the faults for a part of the time, so that it has time to grow.  The second kills the daemon
-itself under load: no process and no shared memory may be left, and the next start must be clean.  The third injects
-no fault: eight honest clients ask alone and beside hostile ones, in turns.  No honest request may be lost or answered
-wrong, their p99 may at most double, memory and descriptors must be back after each turn.  Exit code 1: something was
-not so.
+The first asks the demo model questions with known answers and injects a fault every N seconds, chosen from a seed.
+Each request must end once, with the right answer or a due error.  After every few faults the load pauses: each gauge
+must be back at its start, and no process may have grown by more than 5 % since its warm-up.  Faults spare each worker
+for a part of the time, so that growth can show.  The second kills the daemon under load: no process and no shared
+memory may be left, and the next start must be clean.  The third injects no fault: eight honest clients ask alone and
+beside hostile ones, in turns.  No honest request may be lost or answered wrongly, their p99 may at most double, memory
+and descriptors must be back after each turn.  Exit code 1: a check failed.
 """
 
 import argparse
@@ -35,12 +34,12 @@ CHILDREN_GONE_S = 5.0
 FDS_SLACK = 2           # a connection may still be closing
 AT_REST_S = 60.0
 WARM_UP_S = 600.0       # before the first rest, at most, and at most a sixth of the whole
-WARM_S = 120.0          # a process is warm from its first rest after so long: about a thousand requests
+WARM_S = 120.0          # a process is warm from its first rest after this time: about a thousand requests
 GROWTH_MAX = 1.05       # memory of a process, over what it was when it was warm
 
 
 async def soak(seconds: float, every: float, seed: int, hostile: bool) -> list[str]:
-    """What went wrong."""
+    """Returns the failures."""
     with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
         subject = Subject(Path(folder), *((segments.SETTINGS, segments.DESCRIPTORS) if hostile else ()))
         await subject.start()
@@ -55,7 +54,7 @@ async def soak(seconds: float, every: float, seed: int, hostile: bool) -> list[s
 
 
 async def leavings(processes: list[psutil.Process], shared: set[str]) -> list[str]:
-    """What is left of a daemon that has ended."""
+    """Processes and shared memory that an ended daemon left."""
     alive = await all_gone(processes, CHILDREN_GONE_S)
     return [f"{one} runs {CHILDREN_GONE_S:.0f} s after its daemon" for one in alive] + [
         f"{path} is left" for path in sorted(shared) if Path(path).exists()]
@@ -84,11 +83,11 @@ async def run(subject: Subject, seconds: float, every: float, seed: int) -> list
             rest = await quiet(subject, load, memory, None)
             names = [worker["name"] for worker in (await subject.ask("status"))["workers"]]
             began, order = time.monotonic(), list[str]()
-            while (passed := time.monotonic() - began) < seconds or order:      # a round that has begun is finished
+            while (passed := time.monotonic() - began) < seconds or order:      # finish the current round
                 load.resume()
                 await asyncio.sleep(every * (0.5 + rng.random() / 2))
                 subject.spared = names[min(int(passed / seconds * len(names)), len(names) - 1)]
-                order = order or rng.sample(list(rows), len(rows))      # each of them before any comes again
+                order = order or rng.sample(list(rows), len(rows))      # each fault once before any comes again
                 name = order.pop()
                 await faults.inject(faults.FAULTS[name], subject, load, rng, rows[name])
                 if sum(len(row.ready_s) for row in rows.values()) % QUIET_EVERY == 0:
@@ -110,7 +109,7 @@ async def run(subject: Subject, seconds: float, every: float, seed: int) -> list
 
 
 class Rest:
-    """What must be the same whenever nothing runs."""
+    """Gauges, descriptors and processes at rest, which must not change."""
 
     def __init__(self, subject: Subject, status: Json, processes: list[psutil.Process]) -> None:
         self.fds = descriptors(subject.pid)
@@ -136,10 +135,10 @@ class Memory:
 
     def __init__(self) -> None:
         self._warm: dict[int, tuple[str, int]] = {}
-        self._growth: dict[int, tuple[float, float]] = {}       # the most; the age when it was last looked at
+        self._growth: dict[int, tuple[float, float]] = {}       # greatest growth; age at the last reading
 
     def look(self, pids: dict[str, int]) -> list[str]:
-        """All at rest, by name; prints, and returns what has grown too much."""
+        """Reads all processes at rest, by name; prints, and returns those that have grown too much."""
         told, found = [], []
         for name, pid in pids.items():
             size, age = resident_bytes(pid), time.time() - psutil.Process(pid).create_time()
@@ -171,7 +170,7 @@ class Memory:
 
 
 async def quiet(subject: Subject, load: Load, memory: Memory | segments.Floors, rest: Rest | None) -> Rest:
-    """Pause, look at everything that could leak, and compare it with the first time."""
+    """Pause, and compare everything that could leak with the first time."""
     await load.pause()
     status = await subject.until(at_rest, AT_REST_S)
     now = Rest(subject, status, await subject.processes())
@@ -191,7 +190,7 @@ def at_rest(status: Json) -> bool:
 
 
 async def kill_daemons(times: int, seed: int) -> list[str]:
-    """What went wrong."""
+    """Returns the failures."""
     complaints, gone_s, rng, known = list[str](), 0.0, random.Random(f"soak kills {seed}"), questions(seed)
     row = Row(fitting=(BROKEN,))
     with tempfile.TemporaryDirectory(prefix="epdd-soak-") as folder:
@@ -212,12 +211,12 @@ async def kill_daemons(times: int, seed: int) -> list[str]:
                 shared = shared_files(processes)
                 load.stop()
                 row.flights += load.flights
-                complaints += load.complaints           # what comes from here on is due to the kill
+                complaints += load.complaints           # errors from here on are due to the kill
                 began = time.monotonic()
                 await subject.kill()
                 complaints += await leavings(processes, shared)
                 gone_s = max(gone_s, time.monotonic() - began)
-                await load.pause()                      # until each of them knows
+                await load.pause()                      # until each client has noticed
                 for client in clients:
                     client.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)

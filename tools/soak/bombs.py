@@ -1,7 +1,6 @@
-"""Files and bodies that look small and cost much, or say one thing and hold another.  All must be refused.
+"""Files and bodies that are small but slow to decode, or whose header and content differ.  All must be refused.
 
-Each image is a small file whose decoding would take seconds or gigabytes if it began.  Each is built from the
-specification of its format, byte by byte.
+Decoding any of the images would take seconds or gigabytes.  Each is built byte by byte from its format's specification.
 """
 
 import base64
@@ -27,10 +26,10 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def many_scans() -> bytes:
-    """A progressive grey JPEG of 8,000 x 8,000, 64 million pixels, which are gone over 3,000 times."""
+    """A progressive grey JPEG of 8,000 x 8,000 pixels with 3,000 scans."""
     side = 8_000
     blocks = (side // 8) ** 2
-    # Two tables of one code, a single 0 bit: DC differences of 0, and runs of 16,384 blocks that end at once.
+    # Two tables with one code, a 0 bit: DC differences of 0, and end-of-band runs of 16,384 blocks.
     tables = _segment(0xC4, bytes((0x00, 1, *[0] * 15, 0x00))) + _segment(0xC4, bytes((0x10, 1, *[0] * 15, 0xE0)))
     first = _segment(0xDA, bytes((1, 1, 0x00, 0, 0, 0))) + bytes(blocks // 8)
     runs = -(-blocks // 16_384)
@@ -51,7 +50,7 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def _png_pixels() -> bytes:
-    """All but the signature and the first header, of LARGE x LARGE grey pixels of one bit."""
+    """A PNG of LARGE x LARGE grey pixels of one bit, without signature and first header."""
     rows = zlib.compress(bytes((1 + -(-LARGE // 8)) * LARGE), 9)
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", LARGE, LARGE, 1, 0, 0, 0, 0))
     return header + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
@@ -68,7 +67,7 @@ def header_not_first() -> bytes:
 
 
 def empty_sub_block() -> bytes:
-    """A GIF whose extension begins with an empty sub-block, where readers differ about what comes next."""
+    """A GIF whose extension begins with an empty sub-block, which decoders read differently."""
     whole = _saved(Image.new("P", (9_000, 9_000)), "GIF")
     frame = whole.index(b"\x2c\0\0\0\0" + struct.pack("<H", 9_000), 13)
     small = b"\x2c\0\0\0\0" + struct.pack("<HH", 64, 64) + b"\0"
@@ -92,7 +91,7 @@ def one_pixel_runs() -> bytes:
 
 
 def not_an_image() -> bytes:
-    """Noise behind a JPEG's first bytes."""
+    """Noise after a JPEG's first bytes."""
     return b"\xff\xd8\xff\xe0" + random.Random(7).randbytes(20_000)
 
 
@@ -109,7 +108,7 @@ IMAGES: dict[str, Callable[[], bytes]] = {
 
 
 def image_bodies() -> dict[str, bytes]:
-    """Chat requests, by the file in each."""
+    """File name -> chat request with that file."""
     found = {}
     for name, make in IMAGES.items():
         url = "data:image/png;base64," + base64.b64encode(make()).decode()
@@ -118,7 +117,7 @@ def image_bodies() -> dict[str, bytes]:
 
 
 def json_bodies() -> dict[str, bytes]:
-    """Chat requests that are large or deep and nothing else."""
+    """Chat requests that are only large or deeply nested."""
     return {"text of 10 MB": chat("many words " * 900_000),
             "100,000 brackets": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
             "200,000 parts": chat([{"type": "text", "text": "a"}] * 200_000 + [{"type": "nothing"}]),

@@ -1,4 +1,4 @@
-"""The daemon under the soak: started as a user would, asked over its admin socket, looked at from outside."""
+"""The daemon under test: started like a user's, queried over its admin socket and through /proc."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Subject:
     """One daemon with two encoders on the demo model."""
 
     def __init__(self, folder: Path, settings: Sequence[str] = (), descriptors: int = 0) -> None:
-        """`settings`: more of them, each `section.key=value`.  `descriptors`: the daemon's limit; 0: as here."""
+        """`settings`: additional `section.key=value` ones.  `descriptors`: the daemon's limit; 0: this program's."""
         self._more = [part for setting in settings for part in ("--set", setting)]
         self._descriptors = descriptors
         self.settings = folder / "epdd.toml"
@@ -43,10 +43,10 @@ class Subject:
         self._admin = folder / "admin.sock"
         self._log = folder / "log"
         self.url = ""
-        self.spared = ""        # a worker that no fault is to hit
+        self.spared = ""        # a worker that faults spare
 
     async def start(self) -> None:
-        """Until it is ready."""
+        """Start, and wait until it is ready."""
         command = [sys.executable, "-m", "epdd", "--port", "0", "--config", str(self.settings),
                    "--set", f"admin.socket={self._admin}", "--set", "encoder.workers=2", "--set", "pd.kv_tokens=16384",
                    "--set", "arena.bytes=0x1000000", "--set", "arena.cache_bytes=0x400000", *self._more]
@@ -73,7 +73,7 @@ class Subject:
         self._process.send_signal(number)
 
     async def ask(self, verb: str, **fields: Any) -> Any:
-        """Raises OSError while nobody listens, ValueError where the verb is refused."""
+        """Raises OSError if no daemon listens, ValueError if the verb is refused."""
         reader, writer = await asyncio.open_unix_connection(str(self._admin), limit=1 << 24)
         try:
             writer.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
@@ -104,7 +104,7 @@ class Subject:
         return self._log.read_text(errors="replace")[-6000:]
 
     async def processes(self) -> list[psutil.Process]:
-        """The daemon, all that descends from it, and workers whose fork server was killed."""
+        """The daemon, its descendants, and workers whose fork server was killed."""
         daemon = psutil.Process(self.pid)
         workers = [psutil.Process(worker["pid"]) for worker in (await self.ask("status"))["workers"] if worker["pid"]]
         return list({daemon, *daemon.children(recursive=True), *workers})
@@ -115,19 +115,19 @@ class Subject:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory but for the arena, whose size is fixed."""
+    """Resident memory without the arena, whose size is fixed."""
     with open(f"/proc/{pid}/status") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssFile:")))
 
 
 def descriptors(pid: int) -> int:
-    """Open files, but for connections that a living client keeps for its next request."""
+    """Open files, without idle client connections."""
     kept = [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
     return len(os.listdir(f"/proc/{pid}/fd")) - len(kept)
 
 
 async def all_gone(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Those that still run after the limit; a zombie that waits for its new parent does not run."""
+    """Processes that still run after the limit, without zombies."""
     end = time.monotonic() + limit_s
     while left := [one for one in processes if _runs(one)]:
         if time.monotonic() > end:
@@ -144,7 +144,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that they have mapped; other programs have theirs there too."""
+    """Files in /dev/shm that these processes have mapped."""
     found = set()
     for one in processes:
         with suppress(OSError):         # it ended meanwhile

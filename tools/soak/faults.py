@@ -13,8 +13,8 @@ from tools.soak.daemon import SETTINGS, Json, Subject
 from tools.soak.load import FITS, LEFT, REFUSED, RIGHT, Flight, Load
 
 PAUSE_S = 1.5           # how long a short stop or a drain lasts
-READY_S = 300.0         # a machine may be slow, but not so slow
-GRACE_S = 1.0           # an error may still be on its way when all are READY
+READY_S = 300.0         # seconds, generous for a slow machine
+GRACE_S = 1.0           # seconds after READY in which a due error may still arrive
 
 Fault = Callable[[Subject, random.Random], Awaitable[Callable[[Json], bool]]]
 
@@ -25,7 +25,7 @@ class Row:
 
     flights: list[Flight] = field(default_factory=list)     # in flight when one came
     ready_s: list[float] = field(default_factory=list)
-    fitting: tuple[str, ...] = (FITS,)                      # how else than right a request may end
+    fitting: tuple[str, ...] = (FITS,)                      # due errors and losses
 
     def cells(self) -> list[str]:
         ended = [flight.outcome for flight in self.flights]
@@ -36,13 +36,13 @@ class Row:
 
 
 async def _worker(subject: Subject, rng: random.Random) -> Json:
-    """A victim."""
+    """The worker to hit."""
     workers = (await subject.ask("status"))["workers"]
     return dict(rng.choice([worker for worker in workers if worker["name"] != subject.spared]))
 
 
 def _other(worker: Json) -> Callable[[Json], bool]:
-    """Another process in the worker's place."""
+    """Wait for the worker's new process."""
     return lambda status: all(one["pid"] != worker["pid"] for one in status["workers"])
 
 
@@ -65,7 +65,7 @@ async def freeze(subject: Subject, rng: random.Random) -> Callable[[Json], bool]
 
 
 async def freeze_daemon(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
-    """It must not take its own standing still for its workers'."""
+    """It must not count its own pause as its workers' silence."""
     before = {worker["pid"] for worker in (await subject.ask("status"))["workers"]}
     subject.signal(signal.SIGSTOP)
     await asyncio.sleep(PAUSE_S * 2)
@@ -94,7 +94,7 @@ async def drain(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
 
 
 async def kill_fork_server(subject: Subject, rng: random.Random) -> Callable[[Json], bool]:
-    """Nobody notices before the next worker dies."""
+    """This has no effect until the next worker dies."""
     if server := subject.fork_server():
         server.kill()
     return await kill(subject, rng)
@@ -130,7 +130,7 @@ FAULTS: dict[str, Fault] = {
 
 
 async def inject(fault: Fault, subject: Subject, load: Load, rng: random.Random, row: Row) -> None:
-    """One fault, from its cause until all is well again."""
+    """Inject one fault, and wait until all workers are ready."""
     load.troubled = float("inf")
     row.flights += load.flights
     began = time.monotonic()
@@ -141,7 +141,7 @@ async def inject(fault: Fault, subject: Subject, load: Load, rng: random.Random,
 
 
 def table(rows: dict[str, Row]) -> str:
-    """In Markdown; requests are those in flight when the fault came, seconds until all is READY again."""
+    """In Markdown; requests in flight at the fault, and seconds until all workers are READY."""
     lines = [["fault", "times", "requests", "as due", "fitting error", "lost", "READY s", "worst"],
              *([name, *row.cells()] for name, row in sorted(rows.items()) if row.ready_s)]
     widths = [max(map(len, column)) for column in zip(*lines)]

@@ -1,13 +1,13 @@
-"""Hostile clients of a daemon, in a process of their own: what they do is cheap for them and bounded in rate.
+"""Hostile clients of a daemon, in a process of their own, with cheap actions and bounded rates.
 
     echo '{"port": 8000, "key": "sk-one", "seconds": 30}' | python -m tools.soak.hostile    # a line for each attack
 
-They hold many connections that say nothing, half a head or half a body, and in turn send files and bodies that must be
-refused, wrong keys and noise, and break off uploads and answers.  After each attack the process prints one JSON
-object: how often each act ended in which way, a status, `closed` or `held` to the end, and what must not have happened.
+They hold many connections that send nothing, half a head or half a body.  In turn they send files and bodies that must
+be refused, wrong keys and noise, and break off uploads and answers.  After each attack the process prints one JSON
+object: the count of each action's ends (a status, `closed`, or `held` to the end), and the violations.
 
-Two acts are legal work: a stream that is broken off after its first event, and a reader that never reads.  At most one
-of each runs at a time, each without an image, so they take at most two places in a batch of the decoder.
+Two actions are valid requests: a stream that is broken off after its first event, and a client that never reads.  One
+of each runs at a time, without an image, so they take at most two places in a batch of the decoder.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from tools.soak import bombs
 
 LOOPBACK = "127.0.0.1"
 SILENT, HALF_HEADS, HALF_BODIES, TRICKLING = 500, 250, 300, 20      # connections held at once
-# Who comes when all connections are taken takes the place of the one that has waited the longest for its head, so the
-# rate decides how late an honest head may be: at this one, more than a second.  A faster one would measure how soon the
-# honest clients' own process gets a CPU.
-RAMP_S = 6.0            # until all of these are there: 180 connections a second
-REOPEN_S = 12.0         # before one that was closed comes again; half of it at least
+# At the limit, a new connection replaces the one that has waited longest for its head, so the rate decides how late an
+# honest head may be: at this one, more than a second.  A faster one would measure how soon the honest clients' process
+# gets a CPU.
+RAMP_S = 6.0            # seconds until all are open: 180 connections a second
+REOPEN_S = 12.0         # seconds before a closed one connects again; at least half of it
 TRICKLE_S = 0.5         # between two bytes
-PAUSE_S = 0.5           # between two acts of one kind: 2 a second of each kind at most
-LARGE_PAUSE_S = 2.0     # likewise of those of many megabytes
+PAUSE_S = 0.5           # seconds between two actions of one kind: at most 2 a second of each
+LARGE_PAUSE_S = 2.0     # the same for actions of many megabytes
 ANSWER_S = 100.0
-UNREAD_S = 3.0          # a reader reads nothing for so long, and leaves
+UNREAD_S = 3.0          # seconds that a client does not read before it leaves
 STATUSES_OF_OURS = ("500", "502", "504")
 NICE = 10
 
@@ -47,16 +47,16 @@ REFUSED = ("400", "401", "404", "405", "408", "411", "413", "414", "415", "417",
 
 @dataclass
 class Hostiles:
-    """All of them, and what they saw."""
+    """All hostile clients, and their results."""
 
     port: int
     key: str
     seen: dict[str, Counter[str]] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
-    turns: list[asyncio.Event] = field(default_factory=list)     # one for each repeated act, set after its first time
+    turns: list[asyncio.Event] = field(default_factory=list)     # of each repeated action, set after its first end
 
     def note(self, act: str, end: str, refused: bool) -> None:
-        """An act ended; `refused`: it had to be."""
+        """Count an action's end; `refused`: it had to be refused."""
         self.seen.setdefault(act, Counter())[end] += 1
         if end in STATUSES_OF_OURS or refused and end not in REFUSED:
             self.complaints.append(f"{act}: {end}")
@@ -117,7 +117,7 @@ class Hostiles:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def send(self, act: str, what: bytes) -> None:
-        """Send it whole and see how it is refused."""
+        """Send it whole and return how it is refused."""
         reader, writer = await self.connect()
         try:
             writer.write(what)
@@ -149,7 +149,7 @@ class Hostiles:
             _reset(writer)
 
     async def never_read(self) -> None:
-        """An answer that is longer than all buffers on its way."""
+        """Request an answer longer than all buffers, and do not read it."""
         body = bombs.chat("Hello", stream=True, max_tokens=400, ignore_eos=True, logprobs=True, top_logprobs=20)
         _, writer = await self.connect(receive_bytes=1 << 12)
         writer.transport.pause_reading()        # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ class Hostiles:
         self.note("reader that never reads", "left", refused=False)
 
     def all(self) -> list[Awaitable[None]]:
-        """Everything that goes on at once."""
+        """All concurrent attacks."""
         images, texts = _images(), _texts()
         images_in_turn, texts_in_turn = _in_turn(_images), _in_turn(_texts)
         path, noise = "/v1/chat/completions", random.Random(1)
@@ -205,7 +205,7 @@ _texts = functools.cache(bombs.json_bodies)
 
 @functools.cache
 def _in_turn(bodies: Callable[[], dict[str, bytes]]) -> Iterator[str]:
-    """Their names, on and on; an attack goes on where the last one was."""
+    """Their names, cyclically; an attack continues after the last one's."""
     return itertools.cycle(bodies())
 
 
@@ -226,14 +226,14 @@ async def _trickle(writer: asyncio.StreamWriter, what: bytes) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Leave without a goodbye."""
+    """Close with a reset."""
     with suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
 async def attack(port: int, key: str, seconds: float) -> dict[str, object]:
-    """Everything for so many seconds, and until each act has been tried once; what came of it."""
+    """Run all attacks for this time, and until each action has been tried once; returns the counts."""
     hostiles = Hostiles(port, key)
     tasks = [asyncio.ensure_future(each) for each in hostiles.all()]
     await asyncio.sleep(seconds)

@@ -1,6 +1,6 @@
-"""The soak's clients: questions about drawn pictures with known answers, bad input, clients that leave midway.
+"""The soak's clients: questions about drawn pictures with known answers, bad input, clients that leave early.
 
-Every request has exactly one outcome, judged here.  What happens to the daemon meanwhile is soak_faults' work.
+Every request has exactly one outcome, which is judged here.  `faults.py` injects the faults.
 """
 
 import asyncio
@@ -18,27 +18,27 @@ import aiohttp
 from tools.demo import dialogue, world as world
 
 CLIENTS = 8
-ANSWER_S = 200.0        # then nobody answered: a worker that is stuck is replaced long before
+ANSWER_S = 200.0        # seconds, then it counts as lost: a hung worker is replaced long before
 THINK_S = 0.05          # between two requests of a client, at most
-PICTURES = 48           # asked about again and again, half of the times as files that no cache has seen
+PICTURES = 48           # asked repeatedly, half of the times as new files that are in no cache
 ABORT_S = 0.8           # a client leaves within so long
-FITTING = {"worker_lost", "no_worker", "image_rejected", "prompt_rejected"}     # around a fault
+FITTING = {"worker_lost", "no_worker", "image_rejected", "prompt_rejected"}     # errors due during a fault
 
-RIGHT, REFUSED, LEFT, FITS, BROKEN = "right", "refused", "left", "error", "BROKEN"      # BROKEN: the connection
+RIGHT, REFUSED, LEFT, FITS, BROKEN = "right", "refused", "left", "error", "BROKEN"      # BROKEN: a broken connection
 WRONG, UNDUE, UNANSWERED = "WRONG", "UNDUE ERROR", "UNANSWERED"
 
 
 @dataclass(frozen=True)
 class Question:
-    """Images as files, what is asked about them, and the truth."""
+    """Image files, a question about them, and the right answer."""
 
     files: tuple[bytes, ...]
     text: str
     answer: str
 
     def body(self, rng: random.Random, fresh: bool = False) -> dict[str, Any]:
-        """A request; `fresh`: as files with the same pictures that nobody has sent before."""
-        more = rng.randbytes(8) if fresh else b""           # after the end of a PNG: no decoder looks there
+        """A request; `fresh`: the same pictures as new files."""
+        more = rng.randbytes(8) if fresh else b""           # after the end of a PNG, which decoders ignore
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _url(one + more)}}
                                        for one in self.files]
         return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": self.text}]}],
@@ -46,7 +46,7 @@ class Question:
 
 
 def questions(seed: int) -> list[Question]:
-    """Of the kinds that the demo model knows best, in many sizes; asked after the images."""
+    """Questions that the demo model answers best, in many image sizes; asked after the images."""
     rng = random.Random(f"soak {seed}")
     found = [Question((), "Hello", dialogue.GREETING), Question((), "Tell me a joke.", dialogue.OTHER_ANSWER)]
     for index in range(PICTURES):
@@ -76,7 +76,7 @@ def _file(scene: world.Scene) -> bytes:
 
 @dataclass(eq=False)
 class Flight:
-    """A request that is not answered yet."""
+    """A request in flight."""
 
     began: float
     outcome: str = ""
@@ -85,23 +85,23 @@ class Flight:
 
 @dataclass
 class Load:
-    """`CLIENTS` clients that ask until told to stop, or to pause."""
+    """`CLIENTS` clients that ask until stopped or paused."""
 
     url: str
     seed: int
     known: list[Question] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
-    codes: Counter[str] = field(default_factory=Counter)        # of fitting errors
-    complaints: list[str] = field(default_factory=list)         # what must not be
+    codes: Counter[str] = field(default_factory=Counter)        # codes of due errors
+    complaints: list[str] = field(default_factory=list)         # violations
     flights: set[Flight] = field(default_factory=set)
-    seconds: list[float] = field(default_factory=list)          # each right answer took
-    troubled: float = float("-inf")         # until then an error may come of a fault
+    seconds: list[float] = field(default_factory=list)          # seconds of each right answer
+    troubled: float = float("-inf")         # time until which errors are due to a fault
 
     def __post_init__(self) -> None:
         self._go = asyncio.Event()
 
     async def learn(self, session: aiohttp.ClientSession) -> int:
-        """Ask each question once; those the model answers wrong are left out.  Returns how many."""
+        """Ask each question once, and drop those that the model answers wrongly.  Returns the number left."""
         asked, rng = questions(self.seed), random.Random(self.seed)
         for question in asked:
             async with session.post(self.url, json=question.body(rng)) as answer:
@@ -113,11 +113,11 @@ class Load:
         self._go.set()
 
     def stop(self) -> None:
-        """Nothing new is asked."""
+        """Send no new request."""
         self._go.clear()
 
     async def pause(self) -> None:
-        """Until no request is in flight."""
+        """Wait until no request is in flight."""
         self.stop()
         while self.flights:
             await asyncio.sleep(0.02)
@@ -168,7 +168,7 @@ class Load:
             flight.outcome = RIGHT
 
     def _error(self, flight: Flight, status: int, code: str, text: str) -> None:
-        """An error fits where a fault is or was a moment ago."""
+        """An error is due during a fault and shortly after."""
         if code in FITTING and flight.began <= self.troubled:
             flight.outcome = FITS
             self.codes[code] += 1
@@ -177,7 +177,7 @@ class Load:
 
     async def _bad(self, session: aiohttp.ClientSession, rng: random.Random, body: dict[str, Any],
                    flight: Flight) -> None:
-        """The answer must name the client's fault, unless nobody can be served at all."""
+        """The answer must name the client's fault, unless the server cannot serve at all."""
         broken = _url(b"\x89PNG\r\n\x1a\n" + rng.randbytes(40))
         worse = rng.choice([{"top_p": -1}, {"model": "other"}, {"max_tokens": 0}, {"messages": []}, {"messages": [
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": broken}}]}]}])
@@ -190,7 +190,7 @@ class Load:
 
     async def _leave(self, session: aiohttp.ClientSession, rng: random.Random, body: dict[str, Any],
                      flight: Flight) -> None:
-        """At any stage, from before the body is read to the middle of a long answer."""
+        """Leave at any stage, from before the body is read to the middle of a long answer."""
         body |= {"max_tokens": 200, "ignore_eos": True}
         flight.outcome = LEFT
         try:
@@ -210,7 +210,7 @@ def _error_code(text: str, stream: bool) -> str | None:
 
 
 def _whole(text: str, stream: bool) -> str | None:
-    """The answer if it is whole: it ended by itself, and a stream said that it was over."""
+    """The answer if it is complete: it ended by itself, and a stream sent its end."""
     if not stream:
         choice = json.loads(text)["choices"][0]
         return str(choice["message"]["content"]) if choice["finish_reason"] == "stop" else None

@@ -1,4 +1,4 @@
-"""Honest clients alone and beside hostile ones, in turns on one daemon: what is lost, and what it costs them."""
+"""Honest clients alone and beside hostile ones, in turns on one daemon: lost requests and latency."""
 
 import asyncio
 import json
@@ -17,19 +17,19 @@ from tools.soak.load import BROKEN, CLIENTS, RIGHT, UNANSWERED, UNDUE, WRONG, Lo
 
 KEYS = "sk-honest", "sk-hostile"
 SETTINGS = (f"server.api_keys={','.join(KEYS)}",)
-DESCRIPTORS = 1_024         # of the daemon, so that silent connections reach the limit
-SEGMENT_S = 30.0            # at most; both kinds meet what else the machine does
+DESCRIPTORS = 1_024         # descriptors of the daemon, so that silent connections reach the limit
+SEGMENT_S = 30.0            # seconds at most; short, so that both kinds meet the same other load
 PAIRS_MIN = 2               # of segments
 SLOWER_MAX = 2.0            # p99 beside hostile clients, against without
-ENOUGH = 1_000              # right answers of each kind, before a p99 of them means anything
-LOOK_S = 2.0                # between two looks at the admin socket and /health
-ASKED_S = 10.0              # in which these must answer
-RESTS_MIN = 5               # at which memory is looked at, of each third of a run, before they are compared
-GRACE_S = 200.0             # in which hostile clients must have left after their time
+ENOUGH = 1_000              # right answers of each kind that a p99 needs
+LOOK_S = 2.0                # seconds between two checks of the admin socket and /health
+ASKED_S = 10.0              # seconds in which these must answer
+RESTS_MIN = 5               # memory readings of each third of a run that a comparison needs
+GRACE_S = 200.0             # seconds after their time in which hostile clients must have left
 
 
 class Hostiles:
-    """The process of the hostile clients, and what came of them."""
+    """The process of the hostile clients, and its results."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
         self._process = process
@@ -57,15 +57,15 @@ class Hostiles:
 class Floors:
     """Each process's resident memory at rest, of which the lowest counts.
 
-    Large bodies leave megabytes of garbage that the collector takes away some requests later, so single looks differ
-    by more than a leak of minutes.  A leak raises the lowest ones too.
+    Large bodies leave megabytes of garbage until the collector runs, so single readings differ by more than a leak of
+    minutes.  A leak raises the lowest readings too.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, int], list[int]] = {}
 
     def look(self, pids: dict[str, int]) -> list[str]:
-        """All at rest, by name; prints, and complains of nothing yet."""
+        """Reads all processes at rest, by name, and prints them."""
         for process in pids.items():
             self._sizes.setdefault(process, []).append(resident_bytes(process[1]))
         print("at rest; resident memory:", ", ".join(f"{name} {self._sizes[name, pid][-1] / 1e6:.1f} MB"
@@ -73,7 +73,7 @@ class Floors:
         return []
 
     def grown(self, most: float) -> list[str]:
-        """Prints the lowest of each third; whose last one is over `most` times that of the middle, if they are long."""
+        """Prints the lowest of each third; returns processes whose last is over `most` times the middle one."""
         found = []
         for (name, _), sizes in self._sizes.items():
             third = len(sizes) // 3
@@ -89,7 +89,7 @@ class Floors:
 
 @asynccontextmanager
 async def hostile_clients(port: int) -> AsyncIterator[Hostiles]:
-    """Their process, doing nothing until told."""
+    """Their process, idle until an attack."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tools.soak.hostile", stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE, limit=1 << 24)
@@ -102,7 +102,7 @@ async def hostile_clients(port: int) -> AsyncIterator[Hostiles]:
 
 
 async def run(subject: Subject, seconds: float, seed: int, rest: Callable[[Load], Awaitable[None]]) -> list[str]:
-    """What went wrong.  `rest` pauses the load, and complains to it of what is not as it was."""
+    """Returns the failures.  `rest` pauses the load and adds what differs from the first time."""
     load, pairs = Load(subject.url, seed), max(PAIRS_MIN, round(seconds / SEGMENT_S / 2))
     took: dict[bool, list[float]] = {False: [], True: []}
     restarts = await _restarts(subject)
@@ -113,7 +113,7 @@ async def run(subject: Subject, seconds: float, seed: int, rest: Callable[[Load]
         clients = [asyncio.create_task(load.client(session, number)) for number in range(CLIENTS)]
         try:
             load.resume()
-            await hostiles.attack(1.0)          # once everything has been used, memory has its size
+            await hostiles.attack(1.0)          # after all kinds of request, memory has its size
             await rest(load)
             for number in range(2 * pairs):
                 beside = bool(number % 2)
@@ -136,7 +136,7 @@ async def run(subject: Subject, seconds: float, seed: int, rest: Callable[[Load]
 
 
 async def _watched(subject: Subject, load: Load, session: aiohttp.ClientSession, attack: Awaitable[None]) -> None:
-    """The attack; meanwhile an operator and a load balancer must get in."""
+    """Run the attack; meanwhile `epdctl status` and /health must be answered."""
     attacking = asyncio.ensure_future(attack)
     while not attacking.done():
         try:
@@ -158,7 +158,7 @@ async def _restarts(subject: Subject) -> int:
 
 
 def _told(load: Load, took: dict[bool, list[float]]) -> list[str]:
-    """Prints the sums; complains of the time that honest clients lose."""
+    """Prints the sums; adds a failure if honest clients' p99 is over the limit."""
     lost = sum(load.outcomes[outcome] for outcome in (BROKEN, UNDUE, UNANSWERED))
     print("honest requests:", ", ".join(f"{count} {name}" for name, count in sorted(load.outcomes.items())))
     print(f"lost {lost}, wrong {load.outcomes[WRONG]}")

@@ -1,1 +1,1 @@
-"""What policies do with a fleet, and what a decision costs."""
+"""Benchmarks of routing policies, and of the cost of a decision."""

@@ -1,10 +1,10 @@
-"""What routing costs: a decision (`Router.assign`), and all of an image (submit, ended, what is decided then).
+"""CPU time of routing: of a decision (`Router.assign`), and of all calls for an image (submit, ended, decisions).
 
     python -m tools.bench.routing.decision
 
-For each policy, 8 and 1,000 encoders, and queues of 1 to 2,000 images.  Fleets are loaded: each replica works, and as
-one is done another image comes.  Time is the CPU's, not the wall's: neighbours do not count.  The last column is the
-mean over a lookup in a dict of a thousand, timed in the same run, so that different machines can be compared.
+For each policy, 8 and 1,000 encoders, and queues of 1 to 2,000 images.  All encoders are busy; when one finishes,
+another image arrives.  Time is CPU time, so other processes do not count.  The last column is the mean divided by the
+time of a lookup in a dict of a thousand, measured in the same run, so that machines can be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from epdd.dispatch.routing.router import Router, RoutingDecision
 from epdd.dispatch.routing.time_models import TimeModel
 
 POLICIES = ["budget", "earliest", "least-loaded", "round-robin", "gpu-only"]
-FLEETS = {8: 20.0, 1000: 100.0}         # encoders, and the microseconds that a decision may take
+FLEETS = {8: 20.0, 1000: 100.0}         # encoders -> microseconds that a decision may take
 QUEUES = [1, 20, 200, 2000]
 SIZES = [256, 784, 1900, 3520, 4096, 8160, 14400, 32640]
 GPU_SHARE = 0.2
@@ -36,7 +36,7 @@ AHEAD_S = 0.25
 
 
 class House:
-    """A fleet at work and a queue that stays about as long as it is."""
+    """A busy fleet and a queue of constant length."""
 
     def __init__(self, policy: str, encoders: int, queue: int, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -61,7 +61,7 @@ class House:
         return Job("r", patches, images, patches * images)
 
     def image(self) -> float:
-        """Seconds computed for the next image's end, another one's coming and all that is decided until the next."""
+        """CPU seconds of one image's end, another one's arrival and all decisions until the next end."""
         spent = 0.0
         wake = self._router.wake_at(self.now)
         while self._ends and wake is not None and wake < self._ends[0][0]:
@@ -105,7 +105,7 @@ def measure(policy: str, encoders: int, queue: int, images: int) -> tuple[list[f
 
 
 def looking() -> float:
-    """Seconds that looking at the clock twice takes by that clock."""
+    """Seconds between two readings of the clock."""
     found = []
     for _ in range(1000):
         began = time.thread_time()
@@ -114,7 +114,7 @@ def looking() -> float:
 
 
 def lookup() -> float:
-    """Microseconds of a lookup in a dict of a thousand, by names that are not the stored objects."""
+    """Microseconds of a lookup in a dict of a thousand, by equal but not identical keys."""
     names = {f"encoder/{i}": i for i in range(1000)}
     asked = [f"encoder/{i}" for i in range(1000)]
     runs = timeit.repeat(lambda: [names[name] for name in asked], number=200, repeat=5, timer=time.thread_time)

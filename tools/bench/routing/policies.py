@@ -5,9 +5,9 @@
     python -m tools.bench.routing.policies ratio          # R mis-set
     python -m tools.bench.routing.policies slow           # one CPU encoder becomes 3 x slower half-way
 
-Requests come as in the simulator, whether or not earlier ones are done; a line is the seconds from sending a request
-to its first token, by the emulated clock.  Prefill and decode take next to nothing, so that is the time to encode it.
-A fresh daemon serves each policy at each rate.
+Requests arrive as in the simulator, also while earlier ones run.  Results are seconds from sending a request to its
+first token, by the emulated clock.  Prefill and decode take about a millisecond, so this is the time to encode. A fresh
+daemon serves each policy at each rate.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tools.simulate.comparison import (BY_NAME, EARLIEST, P99_OF_REQUEST_RULE, P
                                        PUBLISHED_REQUEST, RATES, REFERENCE)
 from tools.simulate.simulator import Encoder, Request, Rule, percentile, simulate
 
-LEAD_S = 5.0                # of this machine: time for all workers to be ready
-AGREE = 0.1                 # live and simulated may differ by this
-BASELINES = [PUBLISHED_REQUEST, PUBLISHED_IMAGE]    # no daemon does that: simulated only
+LEAD_S = 5.0                # seconds of this machine until all workers are ready
+AGREE = 0.1                 # allowed difference between live and simulated
+BASELINES = [PUBLISHED_REQUEST, PUBLISHED_IMAGE]    # not in the daemon: simulated only
 PRODUCT = [BY_NAME[name] for name in ("gpu-only", "round-robin", "least-loaded", "budget", "earliest")]
 
 
@@ -49,8 +49,8 @@ async def measure(args: argparse.Namespace, fleet: Sequence[Encoder], requests: 
                   changing: Sequence[Encoder] | None = None) -> Run:
     """Live and simulated, on equal arrivals.
 
-    `changing` is the live fleet where it changes with time: its last encoder's clock, which starts when that is ready,
-    is LEAD_S of this machine's seconds before the arrivals' one.
+    `changing`: the live fleet, if it changes with time.  The clock of its last encoder starts when that is ready,
+    LEAD_S seconds of this machine before the arrivals' clock.
     """
     simulated = simulate(fleet, requests, rule).latencies
     if rule in BASELINES:
@@ -88,7 +88,7 @@ async def rates(args: argparse.Namespace, fleet: Sequence[Encoder], rules: Seque
 
 def arrivals(args: argparse.Namespace, rate: float, count: int,
              mix: scenarios.Sized) -> tuple[list[Request], list[tuple[scenarios.Size, ...]]]:
-    """As the simulator has them, and the images' sizes in pixels."""
+    """The simulator's arrivals, and the images' sizes in pixels."""
     sizes = scenarios.draws(mix, count, args.seed)
     return scenarios.poisson(rate, count, scenarios.in_patches(mix), args.seed), sizes
 

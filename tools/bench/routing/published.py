@@ -3,8 +3,8 @@
     python -m tools.bench.routing.published --out published
 
 The real daemon, HTTP, queue and leases over emulated devices (profile xeon6747p-5xl40s, whose prefill and decode times
-are estimates), embeddings of true size: 510 MiB a request are written into the arena by encoders and compared byte by
-byte by PD workers.  Prints P99 TTFT and TPOT and throughput by the emulated clock, and the ratios.
+are estimates) and embeddings of true size: encoders write 510 MiB a request into the arena, PD workers compare every
+byte.  Prints P99 TTFT and TPOT and throughput by the emulated clock, and the ratios.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     tpot: float             # p99 over requests of the mean time between tokens
     tokens: float           # a second
     requests: float         # a second
-    arena_bytes: int        # most in use at once
+    arena_bytes: int        # highest use
 
 
 async def measure(args: argparse.Namespace, setup: str, rate: float) -> Run:
@@ -69,7 +69,7 @@ async def measure(args: argparse.Namespace, setup: str, rate: float) -> Run:
 
 
 async def _look(daemon: live.Daemon, most: list[int]) -> None:
-    """Keep the most that the arena held."""
+    """Keep the highest use of the arena."""
     while True:
         status = await asyncio.to_thread(daemon.status)
         most[0] = max(most[0], status["arena"]["used_bytes"])
@@ -77,13 +77,13 @@ async def _look(daemon: live.Daemon, most: list[int]) -> None:
 
 
 def limits(report: Report) -> dict[str, float]:
-    """Requests a second that each set-up can do at most, by its profile."""
+    """Highest throughput of each set-up by its profile, in requests a second."""
     profile = emulation.read(PROFILE)
     model = profile.model
     assert model is not None
     patches = scenarios.patches(*scenarios.FULL_HD)
     tokens = ISL + IMAGES * patches // model.merge ** 2
-    # A prompt is computed once; decoding steps between its chunks are left out, so this is the most.
+    # An upper bound: decode steps between a prompt's chunks are left out.
     pd = sum(group.count / (tokens / group.prefill_tokens_per_s) for group in profile.pd)
     encoders = {ALONE: [group for group in profile.encoder if group.kind == "gpu"], BOTH: list(profile.encoder)}
     found = {}
@@ -125,7 +125,7 @@ async def compare(args: argparse.Namespace, report: Report) -> None:
 
 
 def why(ttft: float, tpot: float, throughput: float, bound: float) -> list[str]:
-    """Sentences on what is below the target, given how many times better throughput can be at most."""
+    """Sentences on the results below the target; `most`: how many times better throughput can be."""
     reasons = []
     if ttft < TARGET:
         reasons.append(f"TTFT {ttft:.2f} x: prefill, equal for both, is most of it.")
@@ -141,7 +141,7 @@ def why(ttft: float, tpot: float, throughput: float, bound: float) -> list[str]:
 
 
 def request_bytes() -> int:
-    """Of one request's embeddings."""
+    """Bytes of one request's embeddings."""
     model = emulation.read(PROFILE).model
     assert model is not None
     rows = scenarios.patches(*scenarios.FULL_HD) // model.merge ** 2

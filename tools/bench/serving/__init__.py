@@ -1,1 +1,1 @@
-"""What a server takes: whole requests, start, memory, beside other servers."""
+"""Benchmarks of servers: requests, start, memory, beside other servers."""

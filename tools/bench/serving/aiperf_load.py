@@ -1,4 +1,4 @@
-"""Load by aiperf, a load generator that others keep well: it comes from PyPI and lives in a venv of its own.
+"""Load by aiperf, NVIDIA's load generator, from PyPI in a venv of its own.
 
     python -m venv A && A/bin/pip install aiperf
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What is kept of aiperf's summary, by our names; times in milliseconds.
+# Our names of values in aiperf's summary; times in milliseconds.
 METRICS = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "gap": "inter_chunk_latency",
            "latency": "request_latency", "osl": "output_sequence_length", "tokens_per_s": "output_token_throughput",
            "requests_per_s": "request_throughput"}
@@ -27,7 +27,7 @@ LOG_LETTERS = 3000
 
 @dataclass(frozen=True)
 class Load:
-    """What each request is: so many pictures of a size, tokens of text in, tokens out."""
+    """Each request's pictures and their size, and its tokens of text in and out."""
 
     images: int
     width: int
@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Poisson arrivals at a rate a second, or with a rate of 0 always so many requests at once."""
+    """Poisson arrivals at a rate a second; with a rate of 0 a constant number of requests in flight."""
 
     requests: int
     rate: float = 0.0
@@ -50,7 +50,7 @@ class Arrivals:
 
 
 class AiperfFailed(Exception):
-    """It measured nothing; the message has its last words."""
+    """aiperf measured nothing; the message has the end of its output."""
 
 
 def run(aiperf: str, url: str, model: str, tokenizer: Path, load: Load, arrivals: Arrivals, seed: int, folder: Path,
@@ -69,9 +69,9 @@ def run(aiperf: str, url: str, model: str, tokenizer: Path, load: Load, arrivals
         "--image-format", load.format, "--extra-inputs", json.dumps({"temperature": 0} | extra),
         "--random-seed", seed, "--output-artifact-dir", folder, "--ui", "none", "--no-server-metrics",
         "--no-gpu-telemetry", "--record-processors", 1,
-        # Texts of several tokens can be one token when they are read back.
+        # A text of several tokens can become one token when tokenised again.
         "--use-server-token-count"]
-    # Offline, aiperf takes a tokenizer's folder for a name in the hub's cache.
+    # Offline, aiperf treats a tokenizer's folder as a name in the hub's cache.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     folder.mkdir(parents=True, exist_ok=True)
     before, began = _cpu_s(), time.monotonic()
@@ -93,6 +93,6 @@ def run(aiperf: str, url: str, model: str, tokenizer: Path, load: Load, arrivals
 
 
 def _cpu_s() -> float:
-    """Of all children that have ended, theirs included."""
+    """CPU seconds of all descendants that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

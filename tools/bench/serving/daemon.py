@@ -1,16 +1,15 @@
-"""What a request costs the daemon itself, beside a handler that only echoes.
+"""The daemon's own CPU time for a request, beside a handler that only echoes.
 
     python -m tools.bench.serving.daemon
 
-Real daemon, emulated workers that answer at once, so that only the daemon's own work is measured: CPU time of its
-process from /proc, not wall time.  Prints CPU milliseconds a request without images, CPU microseconds a streamed
-token, and the same of a minimal aiohttp server (JSON in, JSON out; a stream of equal chunks), in one run, alternating.
+The daemon is real, the emulated workers answer at once.  Measured is the CPU time of the daemon's process, from /proc.
+Prints CPU milliseconds a request without images, CPU microseconds a streamed token, and the same of a minimal aiohttp
+server (JSON in, JSON out; a stream of equal chunks), in one run, alternating.
 
-Then what a probe costs, /health and /ready beside /ping, with --workers encoders: nobody needs a key for them.
+Then the CPU time of /health and /ready beside /ping, with --workers encoders: these need no API key.
 
-Then `--burst` requests in the same instant: all must be answered; how late the event loop is, seen from a third process
-that asks for /version again and again; and how long the first token of a text request takes alone and while image work
-is queued.
+Then `--burst` requests at once: all must be answered.  A third process that polls /version measures how late the event
+loop is.  Last, the time to the first token of a text request, alone and while images are queued.
 """
 
 import argparse
@@ -67,7 +66,7 @@ def cpu_s(pid):
 
 
 def body(stream, tokens, images=0):
-    """A request about so many small pictures that no other request has."""
+    """A request with this many small pictures, unique to it."""
     return live.body([(320, 240)] * images, TEXT, RNG, max_tokens=tokens, ignore_eos=True, stream=stream)
 
 
@@ -94,7 +93,7 @@ async def cost(session, url, pid, count, data, together):
 
 
 def echo(port):
-    """The baseline's process: what any aiohttp server pays to take such a request and to send such an answer."""
+    """The baseline's process: a plain aiohttp server with the same requests and answers."""
     async def handle(request):
         asked = await request.json()
         text = "a token"
@@ -150,8 +149,8 @@ async def probes(session, url, pid, args):
 
 
 def look(port):
-    """As another process ask for /version again and again on one connection until ended, then tell how long each
-    answer took: what the event loop was late, and the little the answer costs."""
+    """In another process, poll /version on one connection until ended, then report the time of each answer: the delay
+    of the event loop, plus the answer itself."""
     found, stop = [], []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -228,7 +227,7 @@ async def run(args):
 
 
 async def until_open(port):
-    """Until somebody listens there."""
+    """Wait until a process listens there."""
     async with asyncio.timeout(60):
         while True:
             try:

@@ -1,16 +1,15 @@
-"""Does the cost of a request grow with its images, and of a busy server with its streams, and no faster?
+"""Checks that cost grows linearly with a request's images and with a server's streams.
 
     python -m tools.random_model R --shape 100m
     python -m tools.bench.serving.linear --model R --out linear
 
 One request with 1, 2, 4 ... images, new ones each time: seconds to its first token, and the CPU seconds that daemon,
 encoder and prefill-decode worker spent on it.  Then 1, 2, 4 ... streams of text that begin together: seconds to the
-last token of all, and CPU seconds likewise.  Medians over the rounds; a round takes each count once, so that what else
-the machine does is spread over all of them.
+last token of all, and CPU seconds.  Medians over the rounds; a round takes each count once, so that other load on the
+machine is spread over all counts.
 
 Linear growth is checked twice: by a line fitted to time over count with equal relative weights (its R^2), and by the
-exponent of a power fitted to the part of the counts from the middle on, where fixed costs weigh little (1: linear,
-less: better).
+exponent of a power fitted to the upper half of the counts, where fixed costs matter little (1: linear; less: better).
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tools.bench.plots import Panel
 from tools.bench.report import Report
 
 WORDS = "red green blue circle square triangle left right above below one two three picture shows".split()
-IDLE = {"images": "", "streams": "CPU encoder/0"}       # what has nothing to do in a series
-Row = dict[str, float]      # seconds by what they were spent on
+IDLE = {"images": "", "streams": "CPU encoder/0"}       # processes that are idle in a series
+Row = dict[str, float]      # what was measured -> seconds
 
 
 def body(rng: random.Random, images: int, side: int, words: int, tokens: int) -> bytes:
-    """A streaming request that no other begins like."""
+    """A streaming request with a unique beginning."""
     parts = []
     for _ in range(images):
         pixels = np.frombuffer(rng.randbytes(8 * 8 * 3), np.uint8).reshape(8, 8, 3)
@@ -54,7 +53,7 @@ def body(rng: random.Random, images: int, side: int, words: int, tokens: int) ->
 
 
 def cpu_s(pid: int) -> float:
-    """Of all its threads, to the nanosecond; /proc/PID/stat counts in hundredths of a second."""
+    """CPU seconds of all its threads, to the nanosecond; /proc/PID/stat counts in hundredths of a second."""
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
@@ -92,16 +91,16 @@ async def rounds(args: argparse.Namespace, daemon: launch.Daemon) -> dict[str, d
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """(a, b, R^2) of a + b x, least squares of relative errors: a large count must not decide alone."""
+    """(a, b, R^2) of a + b x, least squares of relative errors, so that large counts do not dominate."""
     x, y = np.array(points).T
     b, a = np.polyfit(x, y, 1, w=1 / y)
     left = np.sum(((a + b * x - y) / y) ** 2)
-    mean = np.sum(1 / y) / np.sum(1 / y ** 2)       # of the constant that fits best by the same measure
+    mean = np.sum(1 / y) / np.sum(1 / y ** 2)       # of the best constant, by the same measure
     return float(a), float(b), float(1 - left / np.sum(((mean - y) / y) ** 2))
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Of the power that fits the upper half of the counts best."""
+    """Exponent of the power that fits the upper half of the counts best."""
     upper = points[len(points) // 2:]
     return float(np.polyfit(*np.log(np.array(upper)).T, 1)[0])
 

@@ -1,15 +1,15 @@
-"""What the daemon's processes hold in memory, at start and over many requests, beside what they should need.
+"""Memory of the daemon's processes at start and over many requests, beside what they should need.
 
     python -m tools.bench.serving.memory --shape 500m --dtype bfloat16 --requests 2000 --out DIR
 
 Starts the real daemon on a checkpoint with random weights (or `--model FOLDER`) and sends short requests, every tenth
-with a picture of another size.  Whenever a twentieth of them is answered it waits until nothing runs and reads each
-process's memory.
+with a picture of another size.  After each twentieth of them it waits until nothing runs and reads each process's
+memory.
 
-PSS is what a process holds alone plus its share of what it has in common with others, so the sum over all processes
-counts every page once: files that are mapped and the arena, too.  PRIVATE is what would be free if the process ended.
-ANON is memory without a file behind it, shared with the fork server or not: it grows by what a process allocates and
-by nothing else, while PRIVATE also grows when a process is the first to write to a page that it has from its parent.
+PSS is a process's private memory plus its share of shared memory, so the sum over all processes counts every page once,
+mapped files and the arena too.  PRIVATE would be free if the process ended.  ANON is memory without a file, shared with
+the fork server or not: it grows only by what a process allocates.  PRIVATE also grows when a process first writes to a
+page from its parent.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from tools.bench.workers.prefix import pictures
 
 from epdd.worker.language.kv_cache import bytes_per_token
 
-CODE_BYTES = 400e6          # for the programs themselves: Python, torch, the model code
+CODE_BYTES = 400e6          # of Python, torch and the model code
 WEIGHTS_FACTOR = 1.15
 CLIENTS = 4
-WARM = 0.1                  # of the requests: growth counts from there on
+WARM = 0.1                  # share of the requests after which growth counts
 POINTS = 20
 SIDES = tuple(range(32, 225, 32))
 WORDS = "red green blue round flat near far left right one two many the of and with above below what where how".split()
@@ -44,7 +44,7 @@ FIELDS = {"PSS": ("Pss",), "ANON": ("Anonymous",), "PRIVATE": ("Private_Clean", 
 
 
 def memory(pid):
-    """Bytes by the names of FIELDS, and the peak of what was resident."""
+    """Bytes by the names of FIELDS, and the peak of resident memory."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
         found = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file if line.endswith("kB\n")}
     with open(f"/proc/{pid}/status") as file:
@@ -65,7 +65,7 @@ def at_rest(daemon):
 
 
 def ask(url, number):
-    """One request that is like no other, so that nothing comes from a cache but what prompts always share."""
+    """One unique request, so that caches have only what all prompts share."""
     rng = random.Random(number)
     parts = pictures(1, rng.choice(SIDES), number) if number % 10 == 0 else []
     text = " ".join(rng.choices(WORDS, k=rng.randint(1, 30)))
@@ -88,7 +88,7 @@ def measure(daemon, requests):
 
 
 def needed(status, folder):
-    """Bytes by name of what the daemon was asked to hold, and the weights in the type that is computed in."""
+    """Bytes that the settings reserve, by name, and of the weights in the type of computation."""
     from transformers import AutoConfig
 
     import torch
@@ -104,7 +104,7 @@ def needed(status, folder):
 def growth(points):
     """By process, how much its memory without a file grew from the first tenth of the requests to the end, in per cent.
 
-    The end is the median of the last five readings: one of them may find memory that is about to be given back.
+    The end is the median of the last five readings: a single one may include memory that is about to be freed.
     """
     warm = next(sizes for count, sizes in points if count >= WARM * points[-1][0])
     return {name: 100 * (statistics.median(sizes[name]["ANON"] for _, sizes in points[-5:]) / warm[name]["ANON"] - 1)

@@ -1,11 +1,11 @@
-"""epdd as colocated servers are built: encoder and prefill-decode in one process, in one loop, on all CPUs.
+"""epdd as a colocated server: encoder and prefill-decode in one process, in one loop, on all CPUs.
 
     python -m tools.bench.serving.one_process --model FOLDER --set encoder.workers=1 --set pd.workers=1
 
 The baseline of tools/bench/serving/serve.py.  The daemon is the real one and sees two workers, which it puts on the
 same CPUs.
-In truth the encoder's process hands its socket to the prefill-decode worker's and only waits; that one runs both roles
-as they are and takes turns: an image (or a few small ones together), then a step of the language model.
+The encoder's process passes its socket to the prefill-decode worker's and waits.  That one runs both roles in turn: an
+image (or a few small ones together), then a step of the language model.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ JOIN_EVERY_S = 0.05
 
 
 def plan(*where, decide=placement.plan):
-    """Placement's own plan, but all workers on the CPUs of all, with a thread for each of their cores."""
+    """Placement's plan, but with all workers on all of their CPUs, with a thread for each core."""
     specs = decide(*where)
     cpus = tuple(sorted({cpu for spec in specs for cpu in spec.cpus}))
     return [replace(spec, cpus=cpus, threads=sum(each.threads for each in specs)) for spec in specs]
 
 
 def main(spec, sock, arena):
-    """What the fork server runs for each worker."""
+    """Run by the fork server for each worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.setup(spec.log_level)
     binding = affinity.bind(spec)
-    # Both are children of one fork server; the kernel forgets an abstract address with its last user.
+    # Both are children of one fork server; an abstract address ends with its last user.
     address = f"\0epdd-one-process-{os.getppid()}"
     if spec.role == "encoder":
         join(address, spec, sock.detach(), arena.detach())
@@ -54,7 +54,7 @@ def main(spec, sock, arena):
 
 
 def join(address, spec, *fds):
-    """Give socket and arena away, and live as long as the process that has them."""
+    """Pass socket and arena on, and live as long as the process that has them."""
     end = time.monotonic() + JOIN_S
     with socket.socket(socket.AF_UNIX) as other:
         while other.connect_ex(address):
@@ -76,7 +76,7 @@ def accept(address):
 
 
 def serve(workers, arena_fd, binding):
-    """Be these workers, (spec, socket) each, until the daemon hangs up."""
+    """Run these workers, (spec, socket) each, until the daemon hangs up."""
     import torch
 
     from epdd.arena import Mapping

@@ -8,12 +8,12 @@
         --url http://127.0.0.1:8000
     python -m tools.bench.serving.serve compare cmp
 
-`run` measures one server, at each rate of Poisson arrivals and with so many requests always at once (saturation), and
-adds a folder for each, with aiperf's own files, so that a comparison can be made in pieces.  `--start` starts it too:
+`run` measures one server, at each rate of Poisson arrivals and with a constant number of requests (saturation).  Each
+adds a folder with aiperf's own files, so that a comparison can be made in pieces.  `--start` starts the server too:
 `epdd`; `one-process`, epdd's parts in one process as colocated servers have them (tools/bench/serving/one_process.py);
 `transformers`, transformers' own server (tools/bench/serving/transformers_serve.py), from a venv with
 `transformers[serving]`.
-`compare` makes tables and plots of what is there: TTFT and TPOT (a request's mean time between tokens), the gaps
+`compare` makes tables and plots of all measurements: TTFT and TPOT (a request's mean time between tokens), the gaps
 between tokens one by one, throughput, and ratios to the first server.
 """
 
@@ -134,7 +134,7 @@ def main() -> None:
     try:
         args.do(args)
     except KeyboardInterrupt:
-        sys.exit(130)           # its server and aiperf have ended with it
+        sys.exit(130)           # with it, its server and aiperf have ended
 
 
 if __name__ == "__main__":

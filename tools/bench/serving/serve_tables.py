@@ -31,7 +31,7 @@ def pace(point: Point) -> str:
 
 
 def write(report: Report, points: Sequence[Point], base: str) -> None:
-    """Everything; `base` is the server that ratios refer to."""
+    """All tables and plots; `base` is the server that ratios refer to."""
     points = sorted(points, key=lambda point: (point["server"] != base, point["server"], not point["rate"],
                                                point["rate"], point["at_once"]))
     load = points[0]["load"]
@@ -80,7 +80,7 @@ def _offered(point: Point) -> float | None:
 
 def _panel(points: Sequence[Point], title: str, unit: str, metric: str, statistic: str,
            x: Callable[[Point], float | None]) -> Panel:
-    """Over `x`, in the order of the points; those without any are left out."""
+    """Over `x`, in the order of the points; servers without points are left out."""
     series: dict[str, list[tuple[float, float]]] = {}
     for point in points:
         if (at := x(point)) is not None:

@@ -1,12 +1,12 @@
-"""How long a start takes and a killed worker is away: the real daemon, by wall clock.
+"""Wall time of a start, and of the restart of a killed worker, with the real daemon.
 
     python -m tools.bench.serving.start --kills 5
     python -m tools.bench.serving.start --shape 500m --cold
 
 Prints seconds from the command to the first answer of /health and to READY, when each worker was in which stage and
 with what progress, then for each worker the seconds from kill -9 to READY again (median and worst of the kills), and
-the daemon's resident memory.  `--cold` first takes the checkpoint's file out of memory, and says how long reading it
-takes by itself.
+the daemon's resident memory.  `--cold` first drops the checkpoint's file from the page cache, and prints how long
+reading it takes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def healthy(port):
 
 
 class Stages:
-    """When each worker was first seen in a stage, and with what progress last, as `epdctl status` shows it."""
+    """Each worker's stages: when each was first seen, and its last progress, as `epdctl status` shows it."""
 
     def __init__(self, began):
         self._began = began

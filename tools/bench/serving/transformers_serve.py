@@ -3,8 +3,8 @@
     python -m tools.bench.serving.transformers_serve FOLDER --host 127.0.0.1 --port 8000 --device cpu
 
 `transformers serve` (extra `serving`) takes its processor from AutoProcessor, which needs torchvision for video, and
-torchvision needs a build made for the torch at hand.  Here stills alone go through the family's own processor with
-transformers' own Pillow image processor; all else is the server as it comes, its command line too.
+torchvision needs a build for the installed torch.  Here stills go through the family's own processor with transformers'
+Pillow image processor; the rest is the unchanged server, with its command line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cli.transformers import main
 
 
 class StillsProcessor(Qwen3VLProcessor):
-    """Without what it would take frames apart with."""
+    """Without the video processor."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         """Raises TypeError."""

@@ -1,1 +1,1 @@
-"""What one worker takes: encoding, decoding, loading, handing over."""
+"""Benchmarks of one worker: encoding, decoding, loading, handover."""

@@ -1,10 +1,10 @@
-"""What binding is worth: latency of a decode step while an encoder works, bound apart against not bound.
+"""Effect of CPU binding: latency of a decode step beside a working encoder, bound apart and not bound.
 
     python -m tools.bench.workers.binding --model FOLDER --repeats 5
 
-Three pairs of real workers (prefill-decode and encoder) stand ready and take turns: as the plan binds them, with
-the same threads but unbound, and unbound with a thread a CPU each, which is what torch does by itself.  Prints the
-median over the repeats of p50 and p99, images a second of the encoder beside it, and the ratios.
+Three pairs of real workers (prefill-decode and encoder) take turns: bound as in the plan, unbound with the same
+threads, and unbound with a thread a CPU each, as torch does by itself.  Prints the median over the repeats of p50 and
+p99, images a second of the encoder beside it, and the ratios.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WARM_STEPS = 8
 
 
 class Worker:
-    """One real worker and our end of its socket."""
+    """One real worker and the daemon's end of its socket."""
 
     def __init__(self, server, spec, arena_fd):
         self.socket, theirs = wire.socket_pair()
@@ -59,7 +59,7 @@ class Worker:
 
 
 class Load(threading.Thread):
-    """Keeps an encoder at work until stopped."""
+    """Keeps an encoder busy until stopped."""
 
     def __init__(self, encoder, family, image):
         super().__init__(daemon=True)
@@ -110,7 +110,7 @@ def main():
 
 
 def variants(model, family):
-    """(prefill-decode, encoder) specs by what is compared; the first is the plan's."""
+    """(prefill-decode, encoder) specs of each variant; the first is the plan's."""
     config = Config().with_values("arena", {"bytes": ARENA_BYTES}, "bench")
     specs = placement.plan(probe(), config, replace(family, folder=model), ARENA_BYTES)
     on_cpus = [next((spec for spec in specs if (spec.role, spec.device) == (role, "cpu")), None)

@@ -1,12 +1,12 @@
-"""How near decoding comes to what memory allows: epdd, with and without its compiled kernels, and transformers.
+"""Decode speed against the memory's rate: epdd, with and without its compiled kernels, and transformers.
 
     python -m tools.bench.workers.decode --out build/decode
 
 A step reads all weights of the language model once, whatever the batch: its limit is the rate at which the same threads
-read memory, measured before each round as a sum and as one large product of one row; the highest found holds for all.
-The contestants take turns with the same random checkpoint (tools/random_model.py), decode the same prompts and compute
-one prefill of 512 tokens.  Steps are timed one by one; what is told are medians over the rounds, and whether the tokens
-are transformers'.
+read memory, measured before each round as a sum and as one large product of one row; the highest rate is the limit.
+The variants take turns with the same random checkpoint (tools/random_model.py), decode the same prompts and compute one
+prefill of 512 tokens.  Steps are timed one by one.  Prints medians over the rounds, and whether the tokens equal those
+of transformers.
 
 On a machine that others use at the same time, `--threads 1 --clock cpu` counts only the time that the thread ran.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tools import random_model     # before transformers: it keeps it from looking for a network
+from tools import random_model     # before transformers: keeps it off the network
 from tools.bench import plots
 import torch
 
@@ -45,17 +45,17 @@ from epdd.worker.language.engine import Engine
 
 CONTESTANTS = ("epdd", "epdd without kernels", "transformers")
 PREFILL = 512               # tokens: a full chunk of epdd's
-READ_BYTES = 512 << 20      # far beyond any cache
+READ_BYTES = 512 << 20      # larger than any cache
 READ_COLUMNS = 2048
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass
 class Found:
-    """Of one contestant with one checkpoint; a batch's values are medians over the rounds."""
+    """Results of one variant with one checkpoint; a batch's values are medians over the rounds."""
 
-    weight_bytes: int = 0                                       # that a step reads
-    read_rates: list[float] = field(default_factory=list)       # bytes a second, as memory gave them meanwhile
+    weight_bytes: int = 0                                       # bytes that a step reads
+    read_rates: list[float] = field(default_factory=list)       # bytes a second of memory, measured beside it
     step_s: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, list[list[int]]] = field(default_factory=dict)
     prefill: float = 0.0                                        # tokens a second
@@ -121,7 +121,7 @@ def measure(name: str, folder: str, dtype: str, args: argparse.Namespace) -> Fou
 
 
 def memory_readers() -> list[Callable[[], Any]]:
-    """Ways to read so many bytes once: none is the fastest on every machine."""
+    """Ways to read this many bytes once: which is fastest depends on the machine."""
     matrix = nn.Linear(READ_COLUMNS, READ_BYTES // 4 // READ_COLUMNS, bias=False).requires_grad_(False)
     row = torch.ones(1, READ_COLUMNS)
     return [matrix.weight.sum, partial(native.FewRowsLinear(matrix), row)]
@@ -138,7 +138,7 @@ def least(call: Callable[[], Any], clock: str, times: int = 3) -> float:
 
 @contextmanager
 def kernels(wanted: bool) -> Iterator[None]:
-    """Without them, as where they could not be compiled."""
+    """Switch the kernels off, as if they could not be compiled."""
     install = cpu_layer.install
     if not wanted:
         cpu_layer.install = lambda model, pool: False
@@ -151,7 +151,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 class Epdd:
-    """The PD worker's engine itself, in this process."""
+    """The PD worker's engine, in this process."""
 
     def __init__(self, folder: str, dtype: str, args: argparse.Namespace) -> None:
         self._now = CLOCKS[args.clock]
@@ -198,7 +198,7 @@ class Epdd:
 
 
 class Clock(LogitsProcessor):  # type: ignore[misc]
-    """Takes the time whenever `generate` has a step's logits."""
+    """Takes the time of each step's logits in `generate`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -1,18 +1,17 @@
-"""How near the vision tower on CPUs is to the rate of its own matrix products, and to transformers.
+"""The vision tower on CPUs against the rate of its own matrix products, and against transformers.
 
     python -m tools.bench.workers.encode --model qwen3-vl-8b --out DIR
 
-Towers of true shape with random float32 weights.  Of their layers only some are built (--layers, at 1080p
---layers-large), for memory and time: all layers cost the same, so what is said of the whole tower is measured on the
-part and scaled by FLOPs; shares and ratios are of the part itself unless they hold preprocessing.
+Towers of true shape with random float32 weights.  To save memory and time, --layers layers are built (at 1080p
+--layers-large).  All layers cost the same, so times of the whole tower are measured on these layers and scaled by
+FLOPs. Shares and ratios are of the built layers, except those with preprocessing.
 
 FLOPs: 2 x rows x in x out of each linear layer, 4 x length^2 x width of each attention segment.  The limit is the time
 that the products alone would take, each at the rate of its own shape, measured in the same rounds as everything else:
 linear layers as plain or prepacked product, whichever is faster; attention's two products in blocks of 256 x 512, which
-stay in the cache.  `all linear` takes attention's FLOPs at the linear layers' mean rate instead, which nothing reaches:
-a softmax lies between its products.  The limit is that of torch's float32 products; the backend that makes float32
-products of bfloat16 ones by AMX may pass it, and its share of its own products, all linear, is told beside it.  Times
-are medians over the rounds.
+stay in the cache.  `all linear` takes attention's FLOPs at the linear layers' mean rate instead, which cannot be
+reached: a softmax lies between its products.  The limit is that of torch's float32 products.  The backend `amx` may
+exceed it; its share of its own products, all linear, is printed beside it.  Times are medians over the rounds.
 """
 
 import argparse
@@ -44,12 +43,12 @@ from epdd.worker.vision.decode_image import decode
 from epdd.worker.vision.tower import ImageAttention, Tower
 
 CLOCK = [time.perf_counter]
-TILE = (256, 512)       # queries and keys whose scores stay in a core's second cache
+TILE = (256, 512)       # queries and keys whose scores stay in a core's second-level cache
 
 
 @dataclass
 class Times:
-    """Seconds of each round, by what was done."""
+    """Seconds of each round, for each kind of work."""
 
     seconds: dict = field(default_factory=dict)
 
@@ -103,7 +102,7 @@ class Limit:
         longest = tables["cu_seqlens"].longest
         rows, columns = (min(side, longest) for side in TILE)
         heads, dim = tower.module.blocks[0].attn.heads, module.config.hidden_size // tower.module.blocks[0].attn.heads
-        # As many tiles at once as keep all cores at work.
+        # Enough tiles at once to keep all cores busy.
         self._query, self._key = torch.randn(heads, rows, dim), torch.randn(heads, columns, dim)
         self._scores, self._value = torch.randn(heads, rows, columns), torch.randn(heads, columns, dim)
         self._tile_flops = 4 * heads * rows * columns * dim
@@ -184,7 +183,7 @@ class Case:
 
     @torch.inference_mode()
     def measure(self, int8=None):
-        """Medians and what follows from them, of each backend."""
+        """Medians of each backend, and shares and ratios from them."""
         times, planes = Times(), {}
         for i in range(self.rounds + 1):
             if i == 1:
@@ -222,7 +221,7 @@ class Case:
         }
 
     def whole_flops(self):
-        """Of all the model's layers: blocks scaled, what is there once kept."""
+        """FLOPs of the whole model: blocks scaled, single parts kept."""
         depth = MODELS[self.model][1]["depth"]
         with torch.device("meta"):
             module = module_class(self.model)(tower_config(self.model, depth))

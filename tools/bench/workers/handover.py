@@ -1,18 +1,17 @@
-"""How long an embedding takes from the encoder's last write to a tensor in the prefill-decode process.
+"""Time from the encoder's last write of an embedding to a tensor in the prefill-decode process.
 
     python -m tools.bench.workers.handover --out DIR
 
 Two real worker processes behind the fleet's own channels, the real arena and frames: the writer copies an embedding
 into a lease, tells this process, which stands for the daemon, and that tells the reader, which makes a tensor of the
-lease.  Beside it the same bytes by other ways, each from private memory to an array that the other process has read
-once: a memcpy inside one process as the limit, a memfd made afresh, pickle through a socket.
+lease.  Beside it the same bytes by other methods, each from private memory to an array that the other process has read
+once: memcpy inside one process as the limit, a new memfd, pickle through a socket.
 
-The limit of such a handover is waking a process that has slept as long as the write took: a byte through a pipe to a
-process on the other core, with no memory written in between, is measured beside it.  A handover wakes two, one after
-the other.  In service neither sleeps so long: `answering` is the same while an answer is written, a token each 10 ms.
+The limit of a handover is the wake-up of a process that has slept as long as the write took.  It is measured beside it:
+a byte through a pipe to a process on the other core.  A handover wakes two processes in turn.  In service neither
+sleeps so long: `answering` measures the same while an answer is written, a token each 10 ms.
 
-Then what it costs to encode into a lease, by a tower of Qwen3-VL-8B's width with few layers: against the same embedding
-left in private memory.
+Then the cost of encoding into a lease against private memory, by a tower of Qwen3-VL-8B's width with few layers.
 """
 
 import argparse
@@ -47,8 +46,8 @@ from epdd.worker.vision.encoder import Encoder
 MIB = 1 << 20
 SIZES = {"1 MiB": (MIB,), "64 MiB": (64 * MIB,), "510 MiB": (64 * MIB,) * 7 + (62 * MIB,)}     # by images
 START_S = 120.0
-TOKEN_S = 0.01          # an answer's pace beside the handovers
-# Qwen3-VL-8B's tower and embeddings, with few layers and next to no language model.
+TOKEN_S = 0.01          # seconds between an answer's tokens beside the handovers
+# Qwen3-VL-8B's tower and embeddings, with few layers and a tiny language model.
 TOWER = random_model.Shape(hidden=4096, layers=1, heads=32, kv_heads=8, inter=64, vocab=1024, head_dim=128,
                            vision_hidden=1152, vision_layers=4, vision_heads=16, vision_inter=4304)
 
@@ -117,7 +116,7 @@ async def handovers(folder, huge_pages, repeats, answering=False):
 
 
 async def write_answer(end, answered):
-    """What keeps both ends awake in service, until the event."""
+    """Keep both ends awake as in service, until the event."""
     for number in itertools.count():
         if answered.is_set():
             return
@@ -136,7 +135,7 @@ async def hand_over(ends, sizes, number):
 
 
 def joined(found, number, images):
-    """What the two ends say of one request."""
+    """The measurements of both ends for one request."""
     written = [found["encoder"]["works"][f"{number}/{i}"] for i in range(images)]
     reader = found["pd"]["works"][f"{number}/"]
     if reader["wrong"]:
@@ -148,7 +147,7 @@ def joined(found, number, images):
             "private_bytes": reader["private_bytes"]}
 
 
-# --- by other ways
+# --- by other methods
 
 
 def by_memcpy(size, repeats):
@@ -185,7 +184,7 @@ def through(send, receive, size, repeats):
 
 
 def wakes(seconds, repeats):
-    """Seconds from a byte written to it read by a process on another core that has slept for `seconds`."""
+    """Seconds from writing a byte to its reading by a process on another core that has slept for `seconds`."""
     cpus, times = os.sched_getaffinity(0), []
     (there, here), (answer, back) = os.pipe(), os.pipe()
     child = os.fork()

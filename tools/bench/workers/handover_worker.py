@@ -1,7 +1,7 @@
-"""The two ends of a handover as roles of real workers, for bench_handover: what is written and read means nothing.
+"""The two ends of a handover as roles of real workers, for `handover.py`; the bytes have no meaning.
 
-Imported by the fork server, so that bootstrap makes these roles instead of the encoder and the engine.  What they
-measure goes to the file that the spec names as the model, when work called REPORT comes.
+The fork server imports this module, so that bootstrap makes these roles instead of encoder and engine.  On the work
+REPORT they write their measurements to the file that the spec names as the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE_BYTES = 64 << 20         # the largest image's embedding
 
 
 class End:
-    """What both have in common."""
+    """The common part of both."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping, send: Send) -> None:
         self._file, self._arena, self._send = Path(spec.model), arena, send
@@ -34,7 +34,7 @@ class End:
         self._waiting: deque[Any] = deque()
 
     def warm_up(self, progress: Callable[[float], None]) -> wire.Ready:
-        while not self._arena.populate():       # bootstrap's own thread does so too, and nobody waits for it
+        while not self._arena.populate():       # as bootstrap's own thread does, which is not waited for
             time.sleep(0.01)
         return wire.Ready(binding=wire.Binding((), (), 1), dtype="bfloat16")
 
@@ -59,7 +59,7 @@ class End:
         return bool(self._waiting)
 
     def step(self) -> None:
-        """One piece of work, told before the next begins, as an encoder does."""
+        """One piece of work, answered before the next begins, as an encoder does."""
         message = self._waiting.popleft()
         if message.id.startswith(TOKEN):
             self._send(wire.Done(message.id, "stop"))
@@ -68,7 +68,7 @@ class End:
 
 
 class Writer(End):
-    """An encoder whose embeddings are there already: it copies them into leases."""
+    """An encoder that copies ready embeddings into leases."""
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping, send: Send) -> None:
         super().__init__(spec, arena, send)
@@ -89,7 +89,7 @@ class Reader(End):
 
     def __init__(self, spec: wire.WorkerSpec, arena: Mapping, send: Send) -> None:
         super().__init__(spec, arena, send)
-        self._private = 0           # after the work before: asking takes a part of the time that is measured
+        self._private = 0           # after the previous work: the query takes a part of the measured time
 
     def work(self, message: Any) -> None:
         before = faults()
@@ -109,12 +109,12 @@ class Reader(End):
 
 
 def mark(work_id: str) -> float:
-    """What stands at both ends of the embeddings of request "number/image", so that no former one is taken for it."""
+    """The number at both ends of request "number/image"'s embedding: an earlier one has another."""
     return float(int(work_id.split("/")[0]) % 100 + 1)
 
 
 def faults() -> int:
-    """Pages that this process has mapped because it touched them, or had them copied."""
+    """Page faults of this process, copies on write included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

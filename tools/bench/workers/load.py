@@ -1,10 +1,10 @@
-"""How long an FP8 checkpoint takes to load, and how much memory, beside the same one in bfloat16.
+"""Time and memory of loading an FP8 checkpoint, beside the same one in bfloat16.
 
     python -m tools.bench.workers.load --shape 500m
 
 Writes a random checkpoint in bfloat16 and the same in FP8 (blocks of 128 x 128, as Qwen publishes it), then loads
-the language half of each in fresh processes by turns.  A load is over when every weight has been read once: bfloat16
-weights are file pages, which cost their time when they are first touched.  The files are in the page cache; `--cold`
+the language half of each in new processes by turns.  A load ends when every weight has been read once: bfloat16 weights
+are file pages, which take their time when they are first touched.  The files are in the page cache; `--cold`
 drops them before each load (root only), so that the disk counts too.  Prints medians, their ratio, and the highest
 resident memory beside that of the weights alone.
 """
@@ -40,7 +40,7 @@ print(time.perf_counter() - began, loaded - began, resident("VmHWM") - before,
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Write `source` in FP8 to `target`: all matrices of the layers."""
+    """Write `source` to `target` with all matrices of the layers in FP8."""
     import torch
     from safetensors.torch import load_file, save_file
     shutil.copytree(source, target)

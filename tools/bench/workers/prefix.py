@@ -1,11 +1,11 @@
-"""What the prefix cache is worth: time to the first token of a second question about the same images.
+"""Effect of the prefix cache: time to first token of a second question about the same images.
 
     python -m tools.bench.workers.prefix --model FOLDER --images 8 --side 448
 
 Two real daemons, one with pd.prefix_cache and one without, take turns.  In each round both get the same new random
-images and a question, which also fills the embedding cache of both, then another question about them.  So the second
-question pays for no encoding in either, and for the images' prefill only without the prefix cache.  Prints medians over
-the rounds, their ratios, and the prompt's tokens with those that were cached.
+images and a question, which also fills the encoder cache of both, then another question about them.  So the second
+question needs no encoding in either, and the images' prefill only without the prefix cache.  Prints medians over the
+rounds, their ratios, and the prompt's tokens with the cached ones.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def daemon(model, cache, settings):
 
 
 def pictures(count, side, seed):
-    """Content parts of random pictures that no other seed makes."""
+    """Content parts of random pictures, unique to the seed."""
     rng = np.random.default_rng(seed)
     parts = []
     for _ in range(count):
@@ -52,7 +52,7 @@ def ask(at, parts, question):
     connection = http.client.HTTPConnection("127.0.0.1", at, timeout=3600)
     began = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()       # its head goes out with the first token
+    answer = connection.getresponse()       # its head is sent with the first token
     seconds = time.perf_counter() - began
     text = answer.read().decode()
     if answer.status != 200:

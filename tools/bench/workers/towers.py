@@ -1,4 +1,4 @@
-"""Vision towers of true shape with random weights, as many layers of them as wanted, and pictures for them."""
+"""Vision towers of true shape with random weights and any number of layers, and pictures for them."""
 
 import io
 from dataclasses import replace
@@ -66,7 +66,7 @@ def family_of(model):
 
 
 def jpeg(width, height, seed=0):
-    """A photograph's amount of detail: shapes under noise."""
+    """A picture with about a photograph's detail: shapes under noise."""
     rng = np.random.default_rng(seed)
     shapes = Image.fromarray(rng.integers(0, 256, (9, 16, 3), np.uint8))
     pixels = np.asarray(shapes.resize((width, height), Image.Resampling.BICUBIC)).astype(int)

@@ -3,7 +3,7 @@
 The pipeline tells it a request's way, `Encoding` what it decides.  Nothing here decides anything, and no prompt,
 pixel or answer is kept.
 
-Kept are the requests in the house (admission bounds them) and the last REQUESTS_MAX that ended, with IMAGES_MAX
+Kept are the requests in flight (admission bounds them) and the last REQUESTS_MAX that ended, with IMAGES_MAX
 images together: about 11 MB when full, 1.3 MB when each request had one image.
 """
 
@@ -65,7 +65,7 @@ class _Image:
     # A request that lost its PD worker may need an encoding twice.  Each list is the encoding's own: it is the
     # same for all requests that wait for it, and grows when the image is placed again.
     encodings: list[list[HandOver]] = field(default_factory=list)
-    embedding: EncoderCacheEntry | None = None      # while the request is in the house
+    embedding: EncoderCacheEntry | None = None      # while the request is in flight
     error: str = ""
 
 
@@ -166,7 +166,7 @@ class RequestTrace:
 
 
 class History:
-    """The requests in the house and the last that ended.  All calls come from the event loop."""
+    """The requests in flight and the last that ended.  All calls come from the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from tests.field.cases import pictures
-from tests.field.house import ANSWER_BYTES_MAX, BASE64, GAP_S, LEAKS, LOG_BYTES_MAX, SETTLE_S, House, Reply
+from tests.field.bench import ANSWER_BYTES_MAX, BASE64, GAP_S, LEAKS, LOG_BYTES_MAX, SETTLE_S, Bench, Reply
 from tests.field.table import Case
 
 NEIGHBOUR = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 80,
@@ -39,8 +39,8 @@ class Neighbour:
     A pause counts without the time for which a busy machine gave no CPU to those who make the stream.
     """
 
-    def __init__(self, house: House, expected: str) -> None:
-        self._house, self._expected = house, expected
+    def __init__(self, bench: Bench, expected: str) -> None:
+        self._bench, self._expected = bench, expected
         self._over = asyncio.Event()
         self.begun = asyncio.Event()
         self._gap = 0.0
@@ -52,9 +52,9 @@ class Neighbour:
 
     async def _one(self) -> str:
         lines: list[bytes] = []
-        pids = os.getpid(), self._house.daemon.process.pid, self._house.worker("pd/0")["pid"]
+        pids = os.getpid(), self._bench.daemon.process.pid, self._bench.worker("pd/0")["pid"]
         last = waited = 0.0
-        async with self._house.http.post(self._house.daemon.url("/v1/chat/completions"), json=NEIGHBOUR) as answer:
+        async with self._bench.http.post(self._bench.daemon.url("/v1/chat/completions"), json=NEIGHBOUR) as answer:
             async for line in answer.content:
                 now, waits = time.monotonic(), kept_waiting(*pids)
                 # Its first token waits behind those who came before it.
@@ -70,41 +70,41 @@ class Neighbour:
         assert self._gap < GAP_S, f"a stream beside the case paused for {self._gap:.1f} s"
 
 
-async def expected_text(house: House) -> str:
-    return (await house.post(NEIGHBOUR)).said
+async def expected_text(bench: Bench) -> str:
+    return (await bench.post(NEIGHBOUR)).said
 
 
-async def at_rest(house: House) -> dict[str, Any]:
+async def at_rest(bench: Bench) -> dict[str, Any]:
     """The numbers that must be back at their start, when nothing runs."""
     def idle(status: dict[str, Any]) -> bool:
         return (status["requests"]["running"] == 0 and status["router"]["queue_jobs"] == 0
                 and status["arena"]["waiting"] == 0 and status["arena"]["pinned_bytes"] == 0
                 and all(not w["in_flight"] and not w["running"] and not w["waiting"] and not w["kv_used"]
                         for w in status["workers"]))
-    status = await house.until(idle, SETTLE_S)
-    daemon = psutil.Process(house.daemon.process.pid)
+    status = await bench.until(idle, SETTLE_S)
+    daemon = psutil.Process(bench.daemon.process.pid)
     children = daemon.children(recursive=True)
     # Started by the first request with a grammar, whenever that comes; it costs the daemon a pipe each way.
     checkers = sum("epdd.grammar" in " ".join(child.cmdline()) for child in children)
-    return {"i_cpu": status["router"]["i_cpu"], "held": await held(house),
+    return {"i_cpu": status["router"]["i_cpu"], "held": await held(bench),
             "fds": daemon.num_fds() - 2 * checkers, "children": len(children) - checkers,
             "worker_fds": {w["name"]: len(os.listdir(f"/proc/{w['pid']}/fd")) for w in status["workers"]},
             "pids": {w["name"]: w["pid"] for w in status["workers"]}}
 
 
-async def held(house: House) -> float:
+async def held(bench: Bench) -> float:
     """Bytes of bodies and image files in the daemon's memory."""
-    text = (await house.get("/metrics")).text
+    text = (await bench.get("/metrics")).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("epdd_held_bytes"))
 
 
-async def settled(house: House, case: Case, before: dict[str, Any]) -> dict[str, Any]:
+async def settled(bench: Bench, case: Case, before: dict[str, Any]) -> dict[str, Any]:
     """Everything is back at its start within SETTLE_S, but for the pids of what the case kills; the numbers now."""
     if case.kills:
-        await house.ready()
+        await bench.ready()
     end = time.monotonic() + SETTLE_S
     while True:
-        after = await at_rest(house)
+        after = await at_rest(bench)
         changed = {name for name, pid in after["pids"].items() if pid != before["pids"].get(name)}
         # Fewer descriptors: a connection of the case before was still closing when they were counted.
         left = {key: (before[key], value) for key, value in after.items()
@@ -117,16 +117,16 @@ async def settled(house: House, case: Case, before: dict[str, Any]) -> dict[str,
     return after
 
 
-async def served(house: House, sees: bool) -> None:
+async def served(bench: Bench, sees: bool) -> None:
     """The daemon still answers, and truly."""
-    assert (await house.answers("Hello")).startswith(GREETING)
+    assert (await bench.answers("Hello")).startswith(GREETING)
     if sees:
-        assert await house.answers(pictures.circle("red", 64), "What colour is the circle?") == "red"
+        assert await bench.answers(pictures.circle("red", 64), "What colour is the circle?") == "red"
 
 
-def errors_clean(house: House) -> None:
+def errors_clean(bench: Bench) -> None:
     """No answer tells anything of the inside, or repeats what was sent."""
-    for reply in house.errors:
+    for reply in bench.errors:
         assert reply.headers["Content-Type"].startswith("application/json")
         error = reply.error
         assert set(error) == {"message", "type", "param", "code"}, reply.text
@@ -137,60 +137,60 @@ def errors_clean(house: House) -> None:
         assert len(reply.text) < ANSWER_BYTES_MAX and not LEAKS.search(reply.text), reply.text[:1000]
 
 
-def log_clean(house: House, text: str) -> None:
+def log_clean(bench: Bench, text: str) -> None:
     """Our own faults are named by their request; nothing in the log is long, or holds an image."""
     for line in text.splitlines():
         assert len(line) < LOG_BYTES_MAX and not BASE64.search(line), line[:500]
     assert "Traceback" not in text, text[-4000:]
-    for reply in house.errors:
-        # What is the client's fault, and a full house, is counted and not logged.
+    for reply in bench.errors:
+        # What is the client's fault, and a full bench, is counted and not logged.
         if reply.status >= 500 and reply.error["code"] not in ("no_worker", "arena_full", "unavailable"):
             assert any(reply.id in line for line in text.splitlines() if " ERROR " in line), reply.text
 
 
-def resident(house: House) -> dict[str, int]:
-    status = house.status()
+def resident(bench: Bench) -> dict[str, int]:
+    status = bench.status()
     return {"epdd": status["rss_bytes"]} | {w["name"]: w["rss_bytes"] for w in status["workers"]}
 
 
-async def repeated(house: House, case: Case) -> None:
+async def repeated(bench: Bench, case: Case) -> None:
     """Nobody grows by repeating the case; the first runs do not count."""
     assert case.drill is not None
     for _ in range(max(5, case.repeats // 5)):
-        await case.drill(house)
-    before = resident(house)
+        await case.drill(bench)
+    before = resident(bench)
     for _ in range(case.repeats):
-        await case.drill(house)
-    await at_rest(house)
-    for name, size in resident(house).items():
+        await case.drill(bench)
+    await at_rest(bench)
+    for name, size in resident(bench).items():
         assert size < before[name] * (1 + RESIDENT_SHARE) + RESIDENT_FLOOR, (name, before[name], size)
 
 
-async def judge(house: House, case: Case, before: dict[str, Any], neighbour_text: str, sees: bool) -> dict[str, Any]:
+async def judge(bench: Bench, case: Case, before: dict[str, Any], neighbour_text: str, sees: bool) -> dict[str, Any]:
     """Run the case and ask everything.  Numbers at rest: `before` it, and as they are after it."""
     assert case.drill is not None
-    log = house.daemon.folder / "log"
+    log = bench.daemon.folder / "log"
     log_start = log.stat().st_size
-    neighbour = Neighbour(house, neighbour_text)
+    neighbour = Neighbour(bench, neighbour_text)
     # A stream breaks with its worker: then nobody is beside the case.
     beside = None if "pd/0" in case.kills else asyncio.create_task(neighbour.run())
     try:
         async with asyncio.timeout(CASE_S):
             if beside is not None:
                 await neighbour.begun.wait()
-            await case.drill(house)
+            await case.drill(bench)
     except BaseException:
         if beside is not None:
             beside.cancel()
         raise
     if beside is not None:
         await neighbour.end(beside)
-    after = await settled(house, case, before)
+    after = await settled(bench, case, before)
     if case.repeats:
-        await repeated(house, case)
-    await served(house, sees)
-    errors_clean(house)
+        await repeated(bench, case)
+    await served(bench, sees)
+    errors_clean(bench)
     with open(log) as file:
         file.seek(log_start)
-        log_clean(house, file.read())
+        log_clean(bench, file.read())
     return after

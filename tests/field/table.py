@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests import tables
-from tests.field.house import House
+from tests.field.bench import Bench
 
 LINE_MAX = 160
-Drill = Callable[[House], Awaitable[None]]
+Drill = Callable[[Bench], Awaitable[None]]
 
 
 @dataclass(frozen=True)

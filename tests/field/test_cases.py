@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.daemon import Daemon
 from tests.field import oracle  # noqa: F401
 from tests.field.cases import api, caches, connections, getting, gpu_faults, pixels, processes, prompts  # noqa: F401
-from tests.field.house import House
+from tests.field.bench import Bench
 from tests.field.table import CASES, Case, Short
 from tests.field.web import Host
 
@@ -30,20 +30,20 @@ async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, fold
     daemon = start(case.daemon)
     connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else our own idle connections would be counted
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
-        house = House(daemon, host, folder, http)
+        bench = Bench(daemon, host, folder, http)
         sees = case.daemon != "text"
         if case.daemon not in _TEXTS:
-            await oracle.served(house, sees)
-            _TEXTS[case.daemon] = await oracle.expected_text(house)
+            await oracle.served(bench, sees)
+            _TEXTS[case.daemon] = await oracle.expected_text(bench)
         if not case.short:
             # Workers tell of themselves once a second: the numbers after one case are those before the next.
-            before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(house)
-            _AT_REST[case.daemon] = await oracle.judge(house, case, before, _TEXTS[case.daemon], sees)
-            record_property("ready_s", house.ready_s)
+            before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(bench)
+            _AT_REST[case.daemon] = await oracle.judge(bench, case, before, _TEXTS[case.daemon], sees)
+            record_property("ready_s", bench.ready_s)
             return
         assert case.drill is not None
         with pytest.raises(Short):      # when it is reached at last, the row must say so
-            await case.drill(house)
+            await case.drill(bench)
         pytest.xfail(case.short)
 
 

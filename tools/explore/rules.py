@@ -13,22 +13,22 @@ from epdd.errors import ArenaFull, MediaError, NoWorker, ProtocolError, Rejected
 from epdd.wire import Done, Prefilled, Tokens
 
 if TYPE_CHECKING:
-    from tools.explore.run import House
+    from tools.explore.run import ExploredDaemon
 
 
-def check_rest(house: House) -> None:
+def check_rest(daemon: ExploredDaemon) -> None:
     """Every gauge is back at its start, and every work has ended once."""
     if wrong := {work: ends for work, ends in Channel.ends.items() if ends != 1}:
         raise Violation(f"works that did not end once: {wrong}")
-    cache, router = house.cache, house.encoding.router
-    rest = {"admitted": house.admission.in_flight, "bytes in use": cache.host.used_bytes - cache.host.cached_bytes,
+    cache, router = daemon.cache, daemon.encoding.router
+    rest = {"admitted": daemon.admission.in_flight, "bytes in use": cache.host.used_bytes - cache.host.cached_bytes,
             "waiting for room": cache.waiting,
             "references": sum(entry.ref_count for entry in cache._entries.values()),
             "pins": sum(entry.pins for entry in cache._entries.values()),
-            "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(house.encoding._jobs),
+            "queue": len(router.queue), "queue's cost": router.waiting, "jobs": len(daemon.encoding._jobs),
             "in replicas": sum(len(replica.held) for replica in router.replicas.by_name.values()),
             "in flight": sum(router.replicas.in_flight.values()),
-            "isolated": int(house.encoding.crashes.isolating)}
+            "isolated": int(daemon.encoding.crashes.isolating)}
     if left := {name: value for name, value in rest.items() if value}:
         raise Violation(f"left at rest: {left}")
     if cache.host.cached_bytes > cache.cache_limit:

@@ -39,7 +39,7 @@ TOLD_MAX = 300              # last actions that a violation prints
 NEVER_S = 1e9
 
 
-class House:
+class ExploredDaemon:
     """The daemon, clients and world of one schedule."""
 
     def __init__(self, given: Scenario, choices: Choices, loop: Loop) -> None:
@@ -279,16 +279,16 @@ def run(given: Scenario, choices: Choices) -> list[str]:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)
             Channel.ends = {}
-            house = House(given, choices, loop)
-            handler = _Faults(house.faults)
+            daemon = ExploredDaemon(given, choices, loop)
+            handler = _Faults(daemon.faults)
             root.addHandler(handler)
             try:
-                house.run()
+                daemon.run()
             except Exception as error:
-                error.add_note(f"{given}\n" + "\n".join(house.story[:TOLD_MAX]))
+                error.add_note(f"{given}\n" + "\n".join(daemon.story[:TOLD_MAX]))
                 loop.give_up()
                 raise
-            return house.story
+            return daemon.story
     finally:
         if handler is not None:
             root.removeHandler(handler)

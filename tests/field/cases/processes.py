@@ -21,7 +21,7 @@ import psutil
 
 from tests.e2e.daemon import ROOT, START_S, running
 from tests.field.cases import pictures
-from tests.field.house import SETTLE_S, House, Reply, asking
+from tests.field.bench import SETTLE_S, Bench, Reply, asking
 from tests.field.table import case
 from tests.memory_group import group_of, memory_group
 
@@ -32,24 +32,24 @@ LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd_
 
 @case("D44a", "the encoder rejects the image", "a header that is right, pixels that are not",
       "the encoder's 400 at once")
-async def rejected(house: House) -> None:
+async def rejected(bench: Bench) -> None:
     picture = pictures.photo()
-    replies = await asyncio.gather(*(house.ask(picture[:-cut], COLOUR, stream=cut % 2 == 0) for cut in range(40, 48)))
+    replies = await asyncio.gather(*(bench.ask(picture[:-cut], COLOUR, stream=cut % 2 == 0) for cut in range(40, 48)))
     assert {(reply.status, reply.error["code"]) for reply in replies} == {(400, "image_parse_error")}
     assert max(reply.seconds for reply in replies) < 2
 
 
 @case("D44b", "200 images in the same instant", "one encoder, the other is drained",
       "200 right answers, or 429 and 503")
-async def burst(house: House) -> None:
+async def burst(bench: Bench) -> None:
     colours = ("red", "green", "blue")
     # Bytes behind an image's end make it another file of the same picture.
     bodies = [(colours[i % 3], asking(pictures.circle(colours[i % 3]) + bytes([44, i]), COLOUR)) for i in range(200)]
-    house.daemon.ask("drain", worker="encoder/1")
+    bench.daemon.ask("drain", worker="encoder/1")
     try:
-        replies = await asyncio.gather(*(house.post(body) for _, body in bodies))
+        replies = await asyncio.gather(*(bench.post(body) for _, body in bodies))
     finally:
-        house.daemon.ask("resume", worker="encoder/1")
+        bench.daemon.ask("resume", worker="encoder/1")
     for (colour, _), reply in zip(bodies, replies):
         assert reply.said == colour if reply.status == 200 else reply.status in (429, 503)
     good = [reply for reply in replies if reply.status == 200]
@@ -58,8 +58,8 @@ async def burst(house: House) -> None:
 
 @case("D44g", "counters after errors", "1,000 requests, 24 at a time: good, refused, leaving; two encoders",
       "every counter is zero, both encoders did their part")
-async def storm(house: House) -> None:
-    before = {w["name"]: w["done"] for w in house.status()["workers"]}
+async def storm(bench: Bench) -> None:
+    before = {w["name"]: w["done"] for w in bench.status()["workers"]}
     outcomes: Counter[str] = Counter()
     gate = asyncio.Semaphore(24)
     broken = pictures.photo()[:-50]
@@ -75,7 +75,7 @@ async def storm(house: House) -> None:
         async with gate:
             try:
                 async with asyncio.timeout(i % 17 * 0.02 if i % 5 == 3 else 60):
-                    reply = await house.post(body)
+                    reply = await bench.post(body)
             except TimeoutError:
                 outcomes["left"] += 1
                 return
@@ -89,21 +89,21 @@ async def storm(house: House) -> None:
     await asyncio.gather(*(one(i) for i in range(1000)))
     assert outcomes.total() == 1000 and outcomes["wrong"] == 0, outcomes
     assert min(outcomes[kind] for kind in ("good", "refused", "left")) > 100, outcomes
-    done = {w["name"]: w["done"] - before[w["name"]] for w in house.status()["workers"]}
+    done = {w["name"]: w["done"] - before[w["name"]] for w in bench.status()["workers"]}
     # How the work divides hangs on how fast each was at that moment.
     assert min(done["encoder/0"], done["encoder/1"]) > 0, done
 
 
 @case("D44h", "trust between processes", "who listens where; garbage to every socket; what is unpickled",
       "loopback or 0600; that connection ends, no other; nothing that crossed an edge")
-async def trust(house: House) -> None:
-    daemon = psutil.Process(house.daemon.process.pid)
+async def trust(bench: Bench) -> None:
+    daemon = psutil.Process(bench.daemon.process.pid)
     family = [daemon, *daemon.children(recursive=True)]
     listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", house.daemon.port)}
-    assert stat.S_IMODE(house.daemon.socket_path.stat().st_mode) == 0o600
-    sockets: tuple[tuple[int, Any], ...] = ((socket.AF_UNIX, str(house.daemon.socket_path)),
-                                            (socket.AF_INET, ("127.0.0.1", house.daemon.port)))
+    assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", bench.daemon.port)}
+    assert stat.S_IMODE(bench.daemon.socket_path.stat().st_mode) == 0o600
+    sockets: tuple[tuple[int, Any], ...] = ((socket.AF_UNIX, str(bench.daemon.socket_path)),
+                                            (socket.AF_INET, ("127.0.0.1", bench.daemon.port)))
     for kind, address in sockets:
         for garbage in (b"\x80\x04cos\nsystem\n(S'true'\ntR.\n", b"\0" * 200_000 + b"\n",
                         b"\xff\xff\xff\x7f" * 100 + b"\r\n\r\n", b'{"verb": []}\n'):
@@ -113,66 +113,66 @@ async def trust(house: House) -> None:
                     client.sendall(garbage)
                 except ConnectionError:
                     pass        # hung up on
-            assert house.status()["state"] == "ready"
+            assert bench.status()["state"] == "ready"
     # Workers are reached by socket pairs that have no name; what they say is told apart by field, never unpickled.
     words = re.compile(r"\b(pickle\.|import (pickle|marshal|shelve|dill)\b|torch\.load\b|(?<!\.)(eval|exec)\()")
     assert [path.name for path in (ROOT / "epdd").rglob("*.py") if words.search(path.read_text())] == []
 
 
 @asynccontextmanager
-async def held_by_one(house: House) -> AsyncIterator[dict[str, Any]]:
+async def held_by_one(bench: Bench) -> AsyncIterator[dict[str, Any]]:
     """Eight image requests wait for encoder/0, which does not move; as a worker of the status.
 
     Then they must come out right: the other encoder is there for them.
     """
     colours = ("red", "green", "blue")
     bodies = [asking(pictures.circle(colours[i % 3]) + random.randbytes(8), COLOUR) for i in range(8)]
-    house.daemon.ask("drain", worker="encoder/1")
-    worker = house.daemon.worker("encoder/0")
+    bench.daemon.ask("drain", worker="encoder/1")
+    worker = bench.daemon.worker("encoder/0")
     os.kill(worker["pid"], signal.SIGSTOP)
-    asks = [asyncio.create_task(house.post(body)) for body in bodies]
-    await house.until(lambda s: s["router"]["queue_jobs"] < 8 == s["router"]["queue_jobs"] + next(
+    asks = [asyncio.create_task(bench.post(body)) for body in bodies]
+    await bench.until(lambda s: s["router"]["queue_jobs"] < 8 == s["router"]["queue_jobs"] + next(
         w["in_flight"] for w in s["workers"] if w["name"] == "encoder/0"), START_S)
-    house.daemon.ask("resume", worker="encoder/1")
+    bench.daemon.ask("resume", worker="encoder/1")
     yield worker
     assert [reply.said for reply in await asyncio.gather(*asks)] == [colours[i % 3] for i in range(8)]
 
 
-async def degraded(house: House) -> None:
+async def degraded(bench: Bench) -> None:
     """Until health says so; text is answered all the same."""
-    while (reply := await house.get("/health")).body["status"] != "degraded":
+    while (reply := await bench.get("/health")).body["status"] != "degraded":
         await asyncio.sleep(0.01)
     assert reply.status == 200 and reply.body["why"]
-    assert (await house.answers("Hello")).startswith("Hello!")
+    assert (await bench.answers("Hello")).startswith("Hello!")
 
 
 @case("D44c", "an encoder is killed", "kill -9 while eight requests wait for it",
       "the other encoder answers all eight; text goes on; degraded, then well", kills=("encoder/0",))
-async def encoder_killed(house: House) -> None:
-    async with held_by_one(house) as worker, house.healing():
+async def encoder_killed(bench: Bench) -> None:
+    async with held_by_one(bench) as worker, bench.healing():
         os.kill(worker["pid"], signal.SIGKILL)
-        await degraded(house)
-    assert house.daemon.worker("encoder/0")["restarts"] == worker["restarts"] + 1
+        await degraded(bench)
+    assert bench.daemon.worker("encoder/0")["restarts"] == worker["restarts"] + 1
 
 
 @case("D44d", "a worker stands still", "SIGSTOP while eight requests wait for it",
       "seen within the set seconds, then as D44c", kills=("encoder/0",))
-async def encoder_stopped(house: House) -> None:
-    async with held_by_one(house), house.healing():
-        await degraded(house)
-    assert re.search(r"silent for \d+ s, standing still", house.daemon.worker("encoder/0")["last_error"])
+async def encoder_stopped(bench: Bench) -> None:
+    async with held_by_one(bench), bench.healing():
+        await degraded(bench)
+    assert re.search(r"silent for \d+ s, standing still", bench.daemon.worker("encoder/0")["last_error"])
 
 
 @case("D44e", "the daemon is killed", "kill -9, then another start with the same socket",
       "all children are gone; the start is clean")
-async def daemon_killed(house: House) -> None:
-    house.ready_s = await asyncio.to_thread(killed_and_started, house.folder / "killed", False)
+async def daemon_killed(bench: Bench) -> None:
+    bench.ready_s = await asyncio.to_thread(killed_and_started, bench.folder / "killed", False)
 
 
 @case("D44f", "everything is killed", "kill -9 of daemon, fork server and workers; then /dev/shm",
       "nothing is left there; the next start is clean")
-async def all_killed(house: House) -> None:
-    house.ready_s = await asyncio.to_thread(killed_and_started, house.folder / "all killed", True)
+async def all_killed(bench: Bench) -> None:
+    bench.ready_s = await asyncio.to_thread(killed_and_started, bench.folder / "all killed", True)
 
 
 def killed_and_started(folder: Path, everything: bool) -> float:
@@ -197,25 +197,25 @@ def killed_and_started(folder: Path, everything: bool) -> float:
 
 @case("D44i", "no memory while encoding", "a large image; one encoder has no memory for it, then both",
       "the other encoder does it; 503 when neither can; small ones are right; the same processes go on")
-async def no_memory(house: House) -> None:
+async def no_memory(bench: Bench) -> None:
     picture = await asyncio.to_thread(pictures.circle, "blue", 4500)        # 142 MB while it is decoded
     large = [asking(picture + random.randbytes(8), COLOUR) for _ in range(3)]
     small = [asking(pictures.circle("red", 100) + random.randbytes(8), COLOUR) for _ in range(4)]
     with ExitStack() as limited:
-        house.daemon.ask("drain", worker="encoder/1")
-        limited.enter_context(limited_memory(house.daemon.worker("encoder/0")["pid"]))
-        failed = house.daemon.worker("encoder/0")["failed"]
-        async with house.frozen("encoder/0"):
-            ask = asyncio.create_task(house.post(large[0]))
-            await house.until(lambda s: s["workers"][0]["in_flight"] == 1)
-            house.daemon.ask("resume", worker="encoder/1")
+        bench.daemon.ask("drain", worker="encoder/1")
+        limited.enter_context(limited_memory(bench.daemon.worker("encoder/0")["pid"]))
+        failed = bench.daemon.worker("encoder/0")["failed"]
+        async with bench.frozen("encoder/0"):
+            ask = asyncio.create_task(bench.post(large[0]))
+            await bench.until(lambda s: s["workers"][0]["in_flight"] == 1)
+            bench.daemon.ask("resume", worker="encoder/1")
         assert (await ask).said == "blue"
-        assert house.daemon.worker("encoder/0")["failed"] == failed + 1
-        limited.enter_context(limited_memory(house.daemon.worker("encoder/1")["pid"]))
-        reply = await house.post(large[1])
+        assert bench.daemon.worker("encoder/0")["failed"] == failed + 1
+        limited.enter_context(limited_memory(bench.daemon.worker("encoder/1")["pid"]))
+        reply = await bench.post(large[1])
         assert (reply.status, reply.error["code"], reply.headers["Retry-After"]) == (503, "out_of_memory", "1")
-        assert [reply.said for reply in await asyncio.gather(*map(house.post, small))] == ["red"] * 4
-    assert (await house.post(large[2])).said == "blue"
+        assert [reply.said for reply in await asyncio.gather(*map(bench.post, small))] == ["red"] * 4
+    assert (await bench.post(large[2])).said == "blue"
 
 
 @contextmanager
@@ -231,35 +231,35 @@ def limited_memory(pid: int) -> Iterator[None]:
 
 @case("D44k", "the kernel's OOM killer", "an encoder in a control group that has no memory left for a large image",
       "its end is told as what it is, then as D44c", kills=("encoder/0",))
-async def out_of_memory(house: House) -> None:
+async def out_of_memory(bench: Bench) -> None:
     colour = "green"
     body = asking(pictures.circle(colour, 1500) + random.randbytes(8), COLOUR)
-    children = psutil.Process(house.daemon.process.pid).children()
+    children = psutil.Process(bench.daemon.process.pid).children()
     server = next(child for child in children if "forkserver" in " ".join(child.cmdline()))
     with memory_group() as group:
         home = group_of(server.pid, group.root)
         group.add(server.pid)
-        first = house.daemon.worker("encoder/0")["pid"]
+        first = bench.daemon.worker("encoder/0")["pid"]
         os.kill(first, signal.SIGKILL)
-        await house.until(lambda s: s["state"] == "ready" and all(w["pid"] != first for w in s["workers"]), START_S)
+        await bench.until(lambda s: s["state"] == "ready" and all(w["pid"] != first for w in s["workers"]), START_S)
         (home / "cgroup.procs").write_text(str(server.pid))
-        victim = house.daemon.worker("encoder/0")["pid"]
+        victim = bench.daemon.worker("encoder/0")["pid"]
         assert group_of(victim, group.root) == group.folder
-        house.daemon.ask("drain", worker="encoder/1")
+        bench.daemon.ask("drain", worker="encoder/1")
         group.leave_only(4 << 20)
-        async with house.healing():
-            ask = asyncio.create_task(house.post(body))
-            await house.until(lambda s: all(w["pid"] != victim for w in s["workers"]), START_S)
-            house.daemon.ask("resume", worker="encoder/1")
+        async with bench.healing():
+            ask = asyncio.create_task(bench.post(body))
+            await bench.until(lambda s: all(w["pid"] != victim for w in s["workers"]), START_S)
+            bench.daemon.ask("resume", worker="encoder/1")
             assert (await ask).said == colour
-        assert "out of memory" in house.daemon.worker("encoder/0")["last_error"]
+        assert "out of memory" in bench.daemon.worker("encoder/0")["last_error"]
 
 
 @case("D44z", "the same request id twice", "two at once with one X-Request-ID",
       "both 200, and separate; the id is only repeated")
-async def same_id(house: House) -> None:
+async def same_id(bench: Bench) -> None:
     headers = {"X-Request-ID": "twice"}
     replies: list[Reply] = await asyncio.gather(*(
-        house.post(asking(pictures.circle(colour, 109), COLOUR), headers=headers) for colour in ("red", "blue", "red")))
+        bench.post(asking(pictures.circle(colour, 109), COLOUR), headers=headers) for colour in ("red", "blue", "red")))
     assert [reply.said for reply in replies] == ["red", "blue", "red"]
     assert {reply.id for reply in replies} == {"twice"} and len({reply.body["id"] for reply in replies}) == 3

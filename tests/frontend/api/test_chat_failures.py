@@ -16,7 +16,7 @@ from epdd.errors import (ArenaFull, BadRequest, EpddError, MediaError, NoWorker,
 from epdd.frontend.context import AnswerEvent
 from epdd.wire import Done, Prefilled, Tokens
 
-from tests.frontend.house import House, events, hosted, settle, texts
+from tests.frontend.bench import Bench, events, hosted, settle, texts
 from tests.frontend.images.pictures import asking, picture
 
 
@@ -40,9 +40,9 @@ ERRORS: list[tuple[EpddError, int, str, str, str | None]] = [
 def test_failures_before_the_first_token_have_their_status(family: Any, stream: bool, error: EpddError, status: int,
                                                            kind: str, code: str, retry: str | None) -> None:
     @hosted()
-    async def test(house: House) -> None:
-        house.script.play = house.script.say("", fail=error)
-        answer = await house.chat(stream=stream)
+    async def test(bench: Bench) -> None:
+        bench.script.play = bench.script.say("", fail=error)
+        answer = await bench.chat(stream=stream)
         assert answer.status == status and answer.headers.get("Retry-After") == retry
         assert answer.headers["Content-Type"].startswith("application/json") and answer.headers["x-request-id"]
         assert await answer.json() == {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
@@ -51,29 +51,29 @@ def test_failures_before_the_first_token_have_their_status(family: Any, stream: 
 
 
 @hosted()
-async def test_a_failure_after_the_first_token_is_a_frame(house: House) -> None:
-    house.script.play = house.script.say("hello", fail=WorkerLost("the worker ended"))
-    frames = await house.frames()
+async def test_a_failure_after_the_first_token_is_a_frame(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello", fail=WorkerLost("the worker ended"))
+    frames = await bench.frames()
     assert texts(frames[:-2]) == "hello"
     assert frames[-2:] == [{"error": {"message": "the worker ended", "type": "server_error", "param": None,
                                       "code": "worker_lost"}}, "[DONE]"]
     assert all(choice["finish_reason"] is None for frame in frames[:-2] for choice in frame["choices"])
-    counts = house.context.stats.counts
+    counts = bench.context.stats.counts
     assert (counts["failed"], counts["completed"]) == (1, 0)
-    assert house.context.stats.errors == {"worker_lost": 1}
-    assert (await house.chat()).status == 503       # not streamed: a real status
+    assert bench.context.stats.errors == {"worker_lost": 1}
+    assert (await bench.chat()).status == 503       # not streamed: a real status
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_tells_nothing(family: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             raise ZeroDivisionError("secret /etc/path 0x7f00")
             yield
 
-        house.script.play = play
-        answer = await house.http.post(f"{house.url}/v1/chat/completions", headers={"X-Request-ID": "mine-7"},
+        bench.script.play = play
+        answer = await bench.http.post(f"{bench.url}/v1/chat/completions", headers={"X-Request-ID": "mine-7"},
                                        json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
         text = await answer.text()
         assert answer.status == 500 and "secret" not in text and "Traceback" not in text
@@ -87,27 +87,27 @@ def test_a_bug_tells_nothing(family: Any, stream: bool, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(family: Any, stream: bool) -> None:
     @hosted()
-    async def test(house: House) -> None:
-        house.script.play = house.script.say("hello", hang=True)
-        task = asyncio.create_task(house.chat(stream=stream))
-        await settle(lambda: bool(house.script.requests))
+    async def test(bench: Bench) -> None:
+        bench.script.play = bench.script.say("hello", hang=True)
+        task = asyncio.create_task(bench.chat(stream=stream))
+        await settle(lambda: bool(bench.script.requests))
         if stream:
             answer = await task
             await answer.content.readuntil(b"\n\n")
             answer.close()
         else:
             task.cancel()
-        await settle(lambda: house.script.closed == 1 and house.door.in_flight == 0)
-        stats = house.context.stats
+        await settle(lambda: bench.script.closed == 1 and bench.door.in_flight == 0)
+        stats = bench.context.stats
         assert (stats.counts["aborted"], stats.running, stats.counts["failed"]) == (1, 0, 0)
-        house.script.play = house.script.say("still here")
-        assert (await house.chat()).status == 200
+        bench.script.play = bench.script.say("still here")
+        assert (await bench.chat()).status == 200
 
     test(family)
 
 
 @hosted(media={"fetch": "allowlist", "allow": ("127.0.0.1",), "timeout_s": 30.0})
-async def test_a_client_that_leaves_ends_its_fetch(house: House) -> None:
+async def test_a_client_that_leaves_ends_its_fetch(bench: Bench) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connected.set()
         while await reader.read(100):
@@ -119,81 +119,81 @@ async def test_a_client_that_leaves_ends_its_fetch(house: House) -> None:
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/a.png"}}
-    task = asyncio.create_task(house.chat(messages=asking(part)))
+    task = asyncio.create_task(bench.chat(messages=asking(part)))
     await connected.wait()
-    assert (await house.chat()).status == 200       # text is not held up
+    assert (await bench.chat()).status == 200       # text is not held up
     task.cancel()
     await left.wait()
-    await settle(lambda: house.door.in_flight == 0)
-    assert house.context.stats.counts["aborted"] == 1
+    await settle(lambda: bench.door.in_flight == 0)
+    assert bench.context.stats.counts["aborted"] == 1
     server.close()
 
 
 @hosted(server={"timeout_s": 0.3})
-async def test_the_deadline_before_and_after_the_first_token(house: House) -> None:
-    house.script.play = house.script.say("", hang=True)
-    answer = await house.chat(stream=True)
+async def test_the_deadline_before_and_after_the_first_token(bench: Bench) -> None:
+    bench.script.play = bench.script.say("", hang=True)
+    answer = await bench.chat(stream=True)
     assert answer.status == 504 and (await answer.json())["error"]["code"] == "timeout"
-    house.script.play = house.script.say("hello", hang=True)
-    frames = await house.frames()
+    bench.script.play = bench.script.say("hello", hang=True)
+    frames = await bench.frames()
     assert texts(frames[:-2]) == "hello" and frames[-2]["error"]["code"] == "timeout"
-    assert house.script.closed == 2
+    assert bench.script.closed == 2
     loop = asyncio.get_running_loop()
-    assert 0 < loop.time() - house.script.requests[-1].deadline < 5
+    assert 0 < loop.time() - bench.script.requests[-1].deadline < 5
 
 
 @hosted(server={"timeout_s": 0.5})
-async def test_a_reader_that_stops_reading_does_not_hold_its_request(house: House) -> None:
+async def test_a_reader_that_stops_reading_does_not_hold_its_request(bench: Bench) -> None:
     async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         while True:
             await asyncio.sleep(0)
             yield 0, Tokens(request.id, tokens)
 
-    house.script.play = play
-    tokens = tuple(house.script.tokenizer.encode("x" * 20_000).ids)
+    bench.script.play = play
+    tokens = tuple(bench.script.tokenizer.encode("x" * 20_000).ids)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2]), limit=1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2]), limit=1000)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-    await settle(lambda: house.script.closed == 1, 60)
-    await settle(lambda: house.door.in_flight == 0, 60)
-    assert house.context.stats.counts["failed"] + house.context.stats.counts["aborted"] == 1
+    await settle(lambda: bench.script.closed == 1, 60)
+    await settle(lambda: bench.door.in_flight == 0, 60)
+    assert bench.context.stats.counts["failed"] + bench.context.stats.counts["aborted"] == 1
     writer.close()
 
 
 @hosted()
-async def test_admission(house: House) -> None:
-    house.door.refuse = Overloaded("too many")
-    answer = await house.chat()
+async def test_admission(bench: Bench) -> None:
+    bench.door.refuse = Overloaded("too many")
+    answer = await bench.chat()
     assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
-    house.door.refuse = None
-    house.door.refuse_late = BadRequest("never fits")
-    assert (await house.chat()).status == 400
-    assert house.script.requests == [] and house.door.in_flight == 0
-    counts = house.context.stats.counts
+    bench.door.refuse = None
+    bench.door.refuse_late = BadRequest("never fits")
+    assert (await bench.chat()).status == 400
+    assert bench.script.requests == [] and bench.door.in_flight == 0
+    counts = bench.context.stats.counts
     assert (counts["accepted"], counts["rejected"]) == (1, 2)
 
 
 @hosted()
-async def test_context_and_images(house: House) -> None:
-    answer = await house.chat(messages=asking("hello " * 5000))
+async def test_context_and_images(bench: Bench) -> None:
+    answer = await bench.chat(messages=asking("hello " * 5000))
     error = (await answer.json())["error"]
     assert answer.status == 400 and error["code"] == "context_length_exceeded"
     assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
     wide = [picture(size=(700, 700)) for _ in range(16)]        # 256 rows each fill the context
-    answer = await house.chat(messages=asking(*wide))
+    answer = await bench.chat(messages=asking(*wide))
     assert (await answer.json())["error"]["code"] == "context_length_exceeded"
-    answer = await house.chat(messages=asking(*[picture()] * 17))
+    answer = await bench.chat(messages=asking(*[picture()] * 17))
     assert "holds 17 images; at most 16" in (await answer.json())["error"]["message"]
     hello = {"type": "image_url", "image_url": "data:image/png;base64,aGVsbG8="}
-    answer = await house.chat(messages=asking("x", hello))
+    answer = await bench.chat(messages=asking("x", hello))
     assert (await answer.json())["error"] == {
         "message": "The image is in no known format; send JPEG, PNG, WebP, GIF or BMP",
         "type": "invalid_request_error", "param": "messages[0].content[1]", "code": "invalid_image_format"}
-    assert house.script.requests == []
+    assert bench.script.requests == []
 
 
 @hosted()
-async def test_image_files_of_a_stream_are_let_go_at_the_first_token(house: House) -> None:
+async def test_image_files_of_a_stream_are_let_go_at_the_first_token(bench: Bench) -> None:
     sizes: list[int] = []
 
     async def play(request: Request) -> AsyncIterator[AnswerEvent]:
@@ -204,44 +204,44 @@ async def test_image_files_of_a_stream_are_let_go_at_the_first_token(house: Hous
         sizes.append(len(request.images))
         yield 0, Done(request.id, "length")
 
-    house.script.play = play
+    bench.script.play = play
     fields = {"messages": asking(picture(), picture("blue")), "stream_options": {"include_usage": True}}
-    frames = await house.frames(**fields)
+    frames = await bench.frames(**fields)
     assert sizes == [2, 2, 0]
     assert frames[-2]["usage"]["prompt_tokens_details"]["image_tokens"] == 8
 
 
 @hosted()
-async def test_after_many_faults_nothing_is_left(house: House) -> None:
-    house.script.play = house.script.say("hello", fail=WorkerFailed("x"))
+async def test_after_many_faults_nothing_is_left(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello", fail=WorkerFailed("x"))
     for _ in range(20):
-        await asyncio.gather(house.chat(stream=True), house.chat(), house.chat(n=0), house.chat(messages=asking(
+        await asyncio.gather(bench.chat(stream=True), bench.chat(), bench.chat(n=0), bench.chat(messages=asking(
             picture(), {"type": "image_url", "image_url": "data:,"})))
-    house.script.play = house.script.say("ok")
-    assert (await house.chat(messages=asking(picture()))).status == 200
-    stats = house.context.stats
-    assert stats.running == house.door.in_flight == 0
+    bench.script.play = bench.script.say("ok")
+    assert (await bench.chat(messages=asking(picture()))).status == 200
+    stats = bench.context.stats
+    assert stats.running == bench.door.in_flight == 0
     assert sum(stats.counts[name] for name in ("completed", "failed", "rejected", "aborted")) == 81
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_pipeline_that_ends_early_is_a_fault(family: Any, stream: bool) -> None:
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             yield 0, Prefilled(request.id)
 
-        house.script.play = play
-        answer = await house.chat(stream=stream)
+        bench.script.play = play
+        answer = await bench.chat(stream=stream)
         assert answer.status == 500 and (await answer.json())["error"]["code"] == "internal_error"
 
     test(family)
 
 
 @hosted()
-async def test_equal_client_ids_are_two_requests(house: House) -> None:
+async def test_equal_client_ids_are_two_requests(bench: Bench) -> None:
     async def ask() -> tuple[str, str]:
-        answer = await house.http.post(f"{house.url}/v1/chat/completions", headers={"X-Request-ID": "same"},
+        answer = await bench.http.post(f"{bench.url}/v1/chat/completions", headers={"X-Request-ID": "same"},
                                        json={"messages": [{"role": "user", "content": "x"}]})
         return answer.headers["x-request-id"], (await answer.json())["id"]
 
@@ -256,15 +256,15 @@ def test_events_helper_is_strict() -> None:
 
 
 @hosted()
-async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(house: House) -> None:
+async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(bench: Bench) -> None:
     kept: list[int] = []
 
     async def play(request: Request) -> AsyncIterator[AnswerEvent | tuple[int, Restarted]]:
         assert request.whole
-        ids = house.script.tokenizer.encode("red", add_special_tokens=False).ids
+        ids = bench.script.tokenizer.encode("red", add_special_tokens=False).ids
         yield 0, Prefilled(request.id, 5)
         for choice in (0, 1):
-            yield choice, Tokens(request.id, tuple(house.script.tokenizer.encode("lost words").ids))
+            yield choice, Tokens(request.id, tuple(bench.script.tokenizer.encode("lost words").ids))
         yield 1, Done(request.id, "length")
         kept.append(len(request.images))
         yield 0, Restarted()
@@ -273,13 +273,13 @@ async def test_a_whole_answer_that_begins_anew_holds_nothing_of_what_was_lost(ho
             yield choice, Tokens(request.id, tuple(ids))
             yield choice, Done(request.id, "stop", 1)
 
-    house.script.play = play        # type: ignore[assignment]
-    answer = await house.chat(n=2, messages=asking(picture()))
+    bench.script.play = play        # type: ignore[assignment]
+    answer = await bench.chat(n=2, messages=asking(picture()))
     body = await answer.json()
     assert [(choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]] == [
         ("red", "stop"), ("red", "stop")]
-    ids = house.script.tokenizer.encode("red", add_special_tokens=False).ids
+    ids = bench.script.tokenizer.encode("red", add_special_tokens=False).ids
     assert body["usage"]["completion_tokens"] == 2 * (len(ids) + 1)
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 9
     assert kept == [1]              # the images are there for the second try
-    assert house.context.stats.gauges["images"]() == 0
+    assert bench.context.stats.gauges["images"]() == 0

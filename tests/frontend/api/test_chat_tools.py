@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 from tests.frontend.images.pictures import asking
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {
@@ -17,14 +17,14 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä b"}}\n</tool_call>
 TWO = f"Wait: \n{CALL}\n{CALL.replace('ä b', 'c')}"
 
 
-def client(house: House) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0)
+def client(bench: Bench) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
 
 
 @hosted()
-async def test_a_whole_answer_with_calls(house: House) -> None:
-    house.script.play = house.script.say(TWO)
-    body = await (await house.chat(messages=asking("hi"), tools=[LOOK])).json()
+async def test_a_whole_answer_with_calls(bench: Bench) -> None:
+    bench.script.play = bench.script.say(TWO)
+    body = await (await bench.chat(messages=asking("hi"), tools=[LOOK])).json()
     choice, = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
@@ -33,21 +33,21 @@ async def test_a_whole_answer_with_calls(house: House) -> None:
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "look", "arguments": arguments}}
                                      for arguments in ('{"at": "ä b"}', '{"at": "c"}')]
     assert len(set(ids)) == 2 and all(name.startswith("call_") for name in ids)
-    assert "<tool_call>" in house.script.requests[0].sampling.grammar
+    assert "<tool_call>" in bench.script.requests[0].sampling.grammar
 
 
 @hosted()
-async def test_a_call_alone_has_no_content(house: House) -> None:
-    house.script.play = house.script.say(CALL)
-    body = await (await house.chat(messages=asking("hi"), tools=[LOOK], tool_choice="required", n=2)).json()
+async def test_a_call_alone_has_no_content(bench: Bench) -> None:
+    bench.script.play = bench.script.say(CALL)
+    body = await (await bench.chat(messages=asking("hi"), tools=[LOOK], tool_choice="required", n=2)).json()
     assert [choice["message"]["content"] for choice in body["choices"]] == [None, None]
     assert [len(choice["message"]["tool_calls"]) for choice in body["choices"]] == [1, 1]
 
 
 @hosted()
-async def test_a_stream_of_calls(house: House) -> None:
-    house.script.play = house.script.say(TWO)
-    frames = await house.frames(messages=asking("hi"), tools=[LOOK], logprobs=True)
+async def test_a_stream_of_calls(bench: Bench) -> None:
+    bench.script.play = bench.script.say(TWO)
+    frames = await bench.frames(messages=asking("hi"), tools=[LOOK], logprobs=True)
     choices = [frame["choices"][0] for frame in frames[:-1]]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
     assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
@@ -61,13 +61,13 @@ async def test_a_stream_of_calls(house: House) -> None:
             for index in (0, 1)] == ['{"at": "ä b"}', '{"at": "c"}']
     # Every token has its logprob, those of calls too.
     told = sum(len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"])
-    assert told == len(house.script.tokenizer.encode(TWO, add_special_tokens=False).ids)
+    assert told == len(bench.script.tokenizer.encode(TWO, add_special_tokens=False).ids)
 
 
 @hosted()
-async def test_the_official_client_puts_calls_together(house: House) -> None:
-    house.script.play = house.script.say(TWO)
-    async with client(house) as api:
+async def test_the_official_client_puts_calls_together(bench: Bench) -> None:
+    bench.script.play = bench.script.say(TWO)
+    async with client(bench) as api:
         ask: dict[str, Any] = {"model": "tiny-vl", "messages": asking("hi"), "tools": [LOOK]}
         whole = await api.chat.completions.create(**ask)
         calls = whole.choices[0].message.tool_calls
@@ -80,40 +80,40 @@ async def test_the_official_client_puts_calls_together(house: House) -> None:
         assert calls and [json.loads(call.function.arguments) for call in calls] == [  # type: ignore[union-attr]
             {"at": "ä b"}, {"at": "c"}]
         # The history goes back in as the client holds it.
-        house.script.play = house.script.say("a cat")
+        bench.script.play = bench.script.say("a cat")
         history = [*asking("hi"), whole.choices[0].message,
                    *({"role": "tool", "tool_call_id": call.id, "content": "seen"} for call in calls)]
         last = await api.chat.completions.create(model="tiny-vl", messages=history, tools=[LOOK])  # type: ignore
         assert last.choices[0].message.content == "a cat" and last.choices[0].message.tool_calls is None
-        text = house.script.tokenizer.decode(house.script.requests[-1].tokens, skip_special_tokens=False)
+        text = bench.script.tokenizer.decode(bench.script.requests[-1].tokens, skip_special_tokens=False)
         assert text.count('"arguments": {"at": ') == 2 and text.count("seen") == 2
 
 
 @hosted()
-async def test_length_cuts_a_call(house: House) -> None:
-    tokens = len(house.script.tokenizer.encode(CALL, add_special_tokens=False).ids)
-    house.script.play = house.script.say(CALL)
-    body = await (await house.chat(messages=asking("hi"), tools=[LOOK], max_tokens=tokens - 3)).json()
+async def test_length_cuts_a_call(bench: Bench) -> None:
+    tokens = len(bench.script.tokenizer.encode(CALL, add_special_tokens=False).ids)
+    bench.script.play = bench.script.say(CALL)
+    body = await (await bench.chat(messages=asking("hi"), tools=[LOOK], max_tokens=tokens - 3)).json()
     choice, = body["choices"]
     assert choice["finish_reason"] == "length"
     assert '{"at": "ä b"}}\n'.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
 @hosted()
-async def test_calls_stay_text_where_none_were_asked_for(house: House) -> None:
-    house.script.play = house.script.say(CALL)
+async def test_calls_stay_text_where_none_were_asked_for(bench: Bench) -> None:
+    bench.script.play = bench.script.say(CALL)
     for fields in ({}, {"tools": [LOOK], "tool_choice": "none"}):
-        body = await (await house.chat(messages=asking("hi"), **fields)).json()
+        body = await (await bench.chat(messages=asking("hi"), **fields)).json()
         assert body["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
         assert body["choices"][0]["finish_reason"] == "stop"
-        assert house.script.requests[-1].sampling.grammar == ""
-        text = house.script.tokenizer.decode(house.script.requests[-1].tokens, skip_special_tokens=False)
+        assert bench.script.requests[-1].sampling.grammar == ""
+        text = bench.script.tokenizer.decode(bench.script.requests[-1].tokens, skip_special_tokens=False)
         assert "# Tools" not in text
 
 
 @hosted()
-async def test_a_bad_schema_is_refused_before_any_worker(house: House) -> None:
-    async with client(house) as api:
+async def test_a_bad_schema_is_refused_before_any_worker(bench: Bench) -> None:
+    async with client(bench) as api:
         with pytest.raises(openai.BadRequestError) as bad:
             await api.chat.completions.create(
                 model="tiny-vl", messages=asking("hi"), stream=True,  # type: ignore[call-overload]
@@ -125,14 +125,14 @@ async def test_a_bad_schema_is_refused_before_any_worker(house: House) -> None:
                 model="tiny-vl", messages=asking("hi"),  # type: ignore[call-overload]
                 tools=[{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": "b"}}}}])
         assert bad.value.param == "tools[0].function.parameters"
-    assert not house.script.requests and house.door.in_flight == 0
+    assert not bench.script.requests and bench.door.in_flight == 0
 
 
 @hosted()
-async def test_a_format_is_handed_to_the_worker(house: House) -> None:
-    house.script.play = house.script.say("{}")
-    async with client(house) as api:
+async def test_a_format_is_handed_to_the_worker(bench: Bench) -> None:
+    bench.script.play = bench.script.say("{}")
+    async with client(bench) as api:
         answer = await api.chat.completions.create(model="tiny-vl", messages=asking("hi"),  # type: ignore
                                                    response_format={"type": "json_object"}, n=2)
     assert [choice.message.content for choice in answer.choices] == ["{}", "{}"]
-    assert house.script.requests[0].sampling.grammar.startswith("start: %json {")
+    assert bench.script.requests[0].sampling.grammar.startswith("start: %json {")

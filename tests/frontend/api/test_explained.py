@@ -7,38 +7,38 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from epdd.dispatch.request import Request
-from tests.frontend.house import House, hosted, settle
+from tests.frontend.bench import Bench, hosted, settle
 
 
 @hosted()
-async def test_ids_and_arrival(house: House) -> None:
+async def test_ids_and_arrival(bench: Bench) -> None:
     before = time.monotonic()
-    answer = await house.http.post(f"{house.url}/v1/chat/completions", headers={"X-Request-ID": "mine/7 "},
+    answer = await bench.http.post(f"{bench.url}/v1/chat/completions", headers={"X-Request-ID": "mine/7 "},
                                    json={"messages": [{"role": "user", "content": "hello"}]})
-    request = house.script.requests[0]
+    request = bench.script.requests[0]
     assert request.id == (await answer.json())["id"]
     assert request.client_id == answer.headers["x-request-id"] == "mine7"
     assert before <= request.arrived <= time.monotonic()
-    answer = await house.chat()
-    request = house.script.requests[1]
+    answer = await bench.chat()
+    request = bench.script.requests[1]
     assert request.id == answer.headers["x-request-id"] == (await answer.json())["id"] and request.client_id == ""
 
 
 @hosted()
-async def test_a_stop_string_is_no_abort(house: House) -> None:
+async def test_a_stop_string_is_no_abort(bench: Bench) -> None:
     """Both close the pipeline before its end."""
-    history, play = house.context.history, house.script.say("hello world hello", hang=True)
+    history, play = bench.context.history, bench.script.say("hello world hello", hang=True)
 
     async def recorded(request: Request) -> AsyncIterator[Any]:
         with history.record(request):
             async for event in play(request):
                 yield event
 
-    house.script.play = recorded
+    bench.script.play = recorded
     for stream in (True, False):
-        answer = await house.chat(stop=["world"], stream=stream)
+        answer = await bench.chat(stop=["world"], stream=stream)
         assert '"finish_reason":"stop"' in await answer.text()
-    answer = await house.chat(stream=True)
+    answer = await bench.chat(stream=True)
     await answer.content.readline()
     answer.close()
     await settle(lambda: history.last()[0]["outcome"] != "running")

@@ -12,7 +12,7 @@ from epdd.errors import Overloaded, WorkerLost, WorkerTimeout
 from epdd.frontend.api import openapi
 from epdd.frontend.api.openapi import OPERATIONS, Error, document
 
-from tests.frontend.house import House, events, hosted
+from tests.frontend.bench import Bench, events, hosted
 from tests.frontend.images.pictures import asking, picture
 
 GET = {operation.path: operation for operation in OPERATIONS if operation.method == "get"}
@@ -28,8 +28,8 @@ def refs(value: Any) -> set[str]:
 
 
 @hosted(model={"aliases": ("gpt-4o",)})
-async def test_the_document_is_whole(house: House) -> None:
-    answer = await house.http.get(f"{house.url}/openapi.json")
+async def test_the_document_is_whole(bench: Bench) -> None:
+    answer = await bench.http.get(f"{bench.url}/openapi.json")
     found = await answer.json()
     assert found == document(("tiny-vl", "gpt-4o"), False) and found["openapi"].startswith("3.1")
     assert {(path, method) for path, item in found["paths"].items() for method in item} == {
@@ -50,12 +50,12 @@ async def test_the_document_is_whole(house: House) -> None:
 def test_every_route_is_in_it(family: Any) -> None:
     """A page that is served and not described, or the other way round."""
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         for operation in OPERATIONS:
-            path = house.url + operation.path.replace("{name}", "tiny-vl")
-            assert (await house.http.request(operation.method, path)).status in (200, 400)
-            assert (await house.http.delete(path)).status == 405
-        served = {(str(route.resource.canonical), method) for route in house.routes
+            path = bench.url + operation.path.replace("{name}", "tiny-vl")
+            assert (await bench.http.request(operation.method, path)).status in (200, 400)
+            assert (await bench.http.delete(path)).status == 405
+        served = {(str(route.resource.canonical), method) for route in bench.routes
                   if route.resource and (method := route.method.lower()) != "head"
                   and not re.match("/(page/|$)", route.resource.canonical)}     # files for browsers
         assert served == {(operation.path, operation.method) for operation in OPERATIONS}
@@ -83,13 +83,13 @@ async def checked(answer: Any, operation: openapi.Operation) -> Any:
 
 
 @hosted()
-async def test_answers_are_as_described(house: House) -> None:
+async def test_answers_are_as_described(bench: Bench) -> None:
     for path in GET.keys() - {"/metrics", "/openapi.json"}:
-        await checked(await house.http.get(house.url + path.replace("{name}", "tiny-vl")), GET[path])
-    await checked(await house.http.get(f"{house.url}/v1/models/other"), GET["/v1/models/{name}"])
-    house.status["state"] = "failed"
+        await checked(await bench.http.get(bench.url + path.replace("{name}", "tiny-vl")), GET[path])
+    await checked(await bench.http.get(f"{bench.url}/v1/models/other"), GET["/v1/models/{name}"])
+    bench.status["state"] = "failed"
     for path in ("/health", "/ready"):
-        answer = await house.http.get(house.url + path)
+        answer = await bench.http.get(bench.url + path)
         assert answer.status == 503
         await checked(answer, GET[path])
 
@@ -102,9 +102,9 @@ async def test_answers_are_as_described(house: House) -> None:
     ("/v1/detokenize", {"tokens": [5, 6]})])
 def test_answers_to_bodies_are_as_described(family: Any, path: str, body: dict[str, Any]) -> None:
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         async def post(**fields: Any) -> Any:
-            return await checked(await house.http.post(house.url + path, json={**body, **fields}), POST[path])
+            return await checked(await bench.http.post(bench.url + path, json={**body, **fields}), POST[path])
 
         assert "error" not in await post()
         assert (await post(model="other"))["error"]["code"] == "model_not_found"
@@ -113,33 +113,33 @@ def test_answers_to_bodies_are_as_described(family: Any, path: str, body: dict[s
         if chunk is None:
             return
         for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
-            answer = await house.http.post(house.url + path, json={**body, "stream": True, **options})
+            answer = await bench.http.post(bench.url + path, json={**body, "stream": True, **options})
             for frame in events(await answer.text())[:-1]:
                 msgspec.convert(frame, chunk)
         for fault in (WorkerLost("gone"), WorkerTimeout("late"), Overloaded("many")):
-            house.script.play = house.script.say("hello", fail=fault)
+            bench.script.play = bench.script.say("hello", fail=fault)
             assert (await post())["error"]["code"] == fault.code
 
     test(family)
 
 
 @hosted()
-async def test_examples_work(house: House) -> None:
+async def test_examples_work(bench: Bench) -> None:
     for operation in POST.values():
         content = document(("tiny-vl",), False)["paths"][operation.path]["post"]["requestBody"]["content"]
-        answer = await house.http.post(house.url + operation.path, json=content["application/json"]["example"])
+        answer = await bench.http.post(bench.url + operation.path, json=content["application/json"]["example"])
         assert answer.status == 200, await answer.text()
 
 
 @hosted()
-async def test_calls_are_as_described(house: House) -> None:
+async def test_calls_are_as_described(bench: Bench) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     call = '<tool_call>\n{"name": "look", "arguments": {"at": 5}}\n</tool_call>'
-    house.script.play = house.script.say(f"well {call}\n{call}")
+    bench.script.play = bench.script.say(f"well {call}\n{call}")
     operation, body = POST["/v1/chat/completions"], {"messages": asking("what?"), "tools": [tool]}
-    found = await checked(await house.chat(**body), operation)
+    found = await checked(await bench.chat(**body), operation)
     choice, = found["choices"]
     assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "tool_calls"
     assert operation.chunk
-    for frame in (await house.frames(**body))[:-1]:
+    for frame in (await bench.frames(**body))[:-1]:
         msgspec.convert(frame, operation.chunk)

@@ -18,7 +18,7 @@ from epdd.errors import NoWorker, WorkerFailed
 from epdd.ops import request_log
 from epdd.ops.request_log import RequestLog
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 from tests.frontend.http.test_app import raw
 
 WAIT_S = 20.0
@@ -138,22 +138,22 @@ def test_a_line_tells_sizes_times_and_the_end_and_nothing_of_the_content(family:
     path = tmp_path / "requests"
 
     @hosted()
-    async def test(house: House) -> None:
-        log = house.context.stats.request_log = RequestLog(path, 1 << 20, 1)
-        answer = await house.http.post(
-            f"{house.url}/v1/chat/completions", headers={"Authorization": "Bearer sk-secret", "X-Request-ID": "mine"},
+    async def test(bench: Bench) -> None:
+        log = bench.context.stats.request_log = RequestLog(path, 1 << 20, 1)
+        answer = await bench.http.post(
+            f"{bench.url}/v1/chat/completions", headers={"Authorization": "Bearer sk-secret", "X-Request-ID": "mine"},
             json={"messages": [{"role": "user", "content": "secret question"}], "n": 2, "max_tokens": 2})
         assert answer.status == 200
         own = (await answer.json())["id"]
-        await house.frames()
-        assert (await house.chat(messages=[])).status == 400
-        house.script.play = house.script.say("hello", fail=WorkerFailed("secret fault"))
-        assert (await house.frames())[-2]["error"]["code"] == "worker_failed"
-        house.door.refuse = NoWorker("none")
-        assert (await house.chat()).status == 503
+        await bench.frames()
+        assert (await bench.chat(messages=[])).status == 400
+        bench.script.play = bench.script.say("hello", fail=WorkerFailed("secret fault"))
+        assert (await bench.frames())[-2]["error"]["code"] == "worker_failed"
+        bench.door.refuse = NoWorker("none")
+        assert (await bench.chat()).status == 503
         # What is no HTTP is no request.
-        assert (await raw(house, b"secret\r\n\r\n")).partition(b" ")[2].startswith(b"400 ")
-        text = await (await house.http.get(f"{house.url}/metrics")).text()
+        assert (await raw(bench, b"secret\r\n\r\n")).partition(b" ")[2].startswith(b"400 ")
+        text = await (await bench.http.get(f"{bench.url}/metrics")).text()
         wait_for(lambda: log.written == 5)
         log.close()
         assert "epdd_request_log_lines_total" in text and "epdd_request_log_dropped_total 0.0" in text

@@ -17,7 +17,7 @@ from epdd.frontend.context import AnswerEvent
 from epdd.frontend.requests.completion_requests import PromptInput, parse_text
 from epdd.wire import Done, Tokens
 
-from tests.frontend.house import House, events, hosted, settle
+from tests.frontend.bench import Bench, events, hosted, settle
 
 
 def texts(family: ModelInfo, **fields: Any) -> list[PromptInput]:
@@ -58,18 +58,18 @@ def test_the_apis_own_default_length(family: ModelInfo) -> None:
     assert (most(), most(max_tokens=None), most(max_tokens=3)) == (16, 16, 3)
 
 
-async def post(house: House, **fields: Any) -> Any:
-    return await house.http.post(f"{house.url}/v1/completions", json={"prompt": "hello", **fields})
+async def post(bench: Bench, **fields: Any) -> Any:
+    return await bench.http.post(f"{bench.url}/v1/completions", json={"prompt": "hello", **fields})
 
 
 @hosted()
-async def test_a_whole_answer(house: House) -> None:
-    house.script.play = house.script.say("hello world", cached=1)
-    answer = await post(house, prompt="<|im_start|>user\nhello", logprobs=2, best_of=1)
+async def test_a_whole_answer(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello world", cached=1)
+    answer = await post(bench, prompt="<|im_start|>user\nhello", logprobs=2, best_of=1)
     assert answer.status == 200, await answer.text()
     body = await answer.json()
-    request, = house.script.requests
-    tokenizer = house.script.tokenizer
+    request, = bench.script.requests
+    tokenizer = bench.script.tokenizer
     # A control token of the text is one, as in the checkpoint's own prompts.
     assert request.tokens == tokenizer.encode("<|im_start|>user\nhello", add_special_tokens=False).ids
     assert request.tokens[0] == tokenizer.token_to_id("<|im_start|>")
@@ -85,24 +85,24 @@ async def test_a_whole_answer(house: House) -> None:
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(request.tokens) and usage["completion_tokens"] == len(tokens.ids) + 1
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1, "image_tokens": 0}
-    assert request.sampling.max_tokens == 16 and house.door.in_flight == 0
+    assert request.sampling.max_tokens == 16 and bench.door.in_flight == 0
 
 
 @hosted()
-async def test_an_images_placeholder_stays_text(house: House) -> None:
-    await post(house, prompt="what is <|image_pad|>?")
-    request, = house.script.requests
-    assert house.context.family.image_token_id not in request.tokens and len(request.tokens) > 8
-    assert house.script.tokenizer.decode(request.tokens, skip_special_tokens=False) == "what is <|image_pad|>?"
+async def test_an_images_placeholder_stays_text(bench: Bench) -> None:
+    await post(bench, prompt="what is <|image_pad|>?")
+    request, = bench.script.requests
+    assert bench.context.family.image_token_id not in request.tokens and len(request.tokens) > 8
+    assert bench.script.tokenizer.decode(request.tokens, skip_special_tokens=False) == "what is <|image_pad|>?"
 
 
 @hosted()
-async def test_token_ids_are_taken_as_they_are(house: House) -> None:
-    await post(house, prompt=[7, 8, 9])
-    assert house.script.requests[0].tokens == [7, 8, 9]
+async def test_token_ids_are_taken_as_they_are(bench: Bench) -> None:
+    await post(bench, prompt=[7, 8, 9])
+    assert bench.script.requests[0].tokens == [7, 8, 9]
 
 
-def echo(house: House) -> None:
+def echo(bench: Bench) -> None:
     """Every choice says its prompt's last token twice, then its own number."""
 
     async def play(request: Request) -> AsyncIterator[AnswerEvent]:
@@ -112,26 +112,26 @@ def echo(house: House) -> None:
         for choice in range(request.n):
             yield choice, Done(request.id, "length")
 
-    house.script.play = play
+    bench.script.play = play
 
 
 @hosted()
-async def test_several_prompts_with_several_answers(house: House) -> None:
-    echo(house)
-    ids = [house.script.tokenizer.token_to_id(letter) for letter in "abc"]
-    body = await (await post(house, prompt=[[ids[0]], [ids[1]], [ids[2]]], n=2)).json()
+async def test_several_prompts_with_several_answers(bench: Bench) -> None:
+    echo(bench)
+    ids = [bench.script.tokenizer.token_to_id(letter) for letter in "abc"]
+    body = await (await post(bench, prompt=[[ids[0]], [ids[1]], [ids[2]]], n=2)).json()
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
         (0, "aa"), (1, "aa"), (2, "bb"), (3, "bb"), (4, "cc"), (5, "cc")]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15,
                              "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 0}}
-    assert len({request.id for request in house.script.requests}) == 3
+    assert len({request.id for request in bench.script.requests}) == 3
 
 
 @hosted()
-async def test_a_stream_of_several_prompts(house: House) -> None:
-    echo(house)
-    ids = [[house.script.tokenizer.token_to_id(letter)] for letter in "abc"]
-    answer = await post(house, prompt=ids, stream=True, stream_options={"include_usage": True})
+async def test_a_stream_of_several_prompts(bench: Bench) -> None:
+    echo(bench)
+    ids = [[bench.script.tokenizer.token_to_id(letter)] for letter in "abc"]
+    answer = await post(bench, prompt=ids, stream=True, stream_options={"include_usage": True})
     *frames, usage, done = events(await answer.text())
     assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 6
     found: dict[int, str] = {}
@@ -144,45 +144,45 @@ async def test_a_stream_of_several_prompts(house: House) -> None:
 
 
 @hosted()
-async def test_one_prompt_that_fails_ends_all(house: House) -> None:
-    hang, fail = house.script.say("hello", hang=True), house.script.say("hello", fail=WorkerLost("gone"))
-    house.script.play = lambda request: (fail if request.tokens == [8] else hang)(request)
-    answer = await post(house, prompt=[[7], [8], [9]])
+async def test_one_prompt_that_fails_ends_all(bench: Bench) -> None:
+    hang, fail = bench.script.say("hello", hang=True), bench.script.say("hello", fail=WorkerLost("gone"))
+    bench.script.play = lambda request: (fail if request.tokens == [8] else hang)(request)
+    answer = await post(bench, prompt=[[7], [8], [9]])
     assert answer.status == 503 and (await answer.json())["error"]["code"] == "worker_lost"
-    await settle(lambda: house.script.closed == 2 and house.door.in_flight == 0)
-    answer = await post(house, prompt=[[7], [8], [9]], stream=True)
+    await settle(lambda: bench.script.closed == 2 and bench.door.in_flight == 0)
+    answer = await post(bench, prompt=[[7], [8], [9]], stream=True)
     frames = events(await answer.text())
     assert frames[-2]["error"]["code"] == "worker_lost"
-    await settle(lambda: house.script.closed == 4 and house.door.in_flight == 0)
+    await settle(lambda: bench.script.closed == 4 and bench.door.in_flight == 0)
 
 
 @hosted()
-async def test_a_client_that_leaves_cancels_every_prompt(house: House) -> None:
-    house.script.play = house.script.say("hello", hang=True)
-    answer = await post(house, prompt=["a", "b"], stream=True)
+async def test_a_client_that_leaves_cancels_every_prompt(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello", hang=True)
+    answer = await post(bench, prompt=["a", "b"], stream=True)
     await answer.content.readline()
     answer.close()
-    await settle(lambda: house.script.closed == 2 and house.door.in_flight == 0)
+    await settle(lambda: bench.script.closed == 2 and bench.door.in_flight == 0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await post(house, prompt=["a", "b"])
-    await settle(lambda: house.script.closed == 4 and house.door.in_flight == 0)
+            await post(bench, prompt=["a", "b"])
+    await settle(lambda: bench.script.closed == 4 and bench.door.in_flight == 0)
 
 
 @hosted(model={"max_model_len": 0})
-async def test_a_prompt_over_the_context(house: House) -> None:
-    answer = await post(house, prompt=[5] * 5000)
+async def test_a_prompt_over_the_context(bench: Bench) -> None:
+    answer = await post(bench, prompt=[5] * 5000)
     error = (await answer.json())["error"]
     assert (answer.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, your prompt")
-    answer = await post(house, prompt="word " * 100_000)
+    answer = await post(bench, prompt="word " * 100_000)
     assert (await answer.json())["error"]["code"] == "context_length_exceeded"
 
 
 @hosted()
-async def test_the_official_client(house: House) -> None:
-    house.script.play = house.script.say("hello world")
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+async def test_the_official_client(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello world")
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.completions.create(model="tiny-vl", prompt="say", logprobs=1)
         assert answer.choices[0].text == "hello world" and answer.usage and answer.usage.prompt_tokens > 0
         assert answer.choices[0].logprobs and answer.choices[0].logprobs.text_offset

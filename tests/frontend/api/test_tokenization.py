@@ -6,47 +6,47 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 from tests.frontend.images.pictures import asking, picture
 
 
-async def post(house: House, path: str, **fields: Any) -> tuple[int, Any]:
-    answer = await house.http.post(house.url + path, json=fields)
+async def post(bench: Bench, path: str, **fields: Any) -> tuple[int, Any]:
+    answer = await bench.http.post(bench.url + path, json=fields)
     return answer.status, await answer.json()
 
 
 @hosted()
-async def test_messages_count_as_a_chat_completion_counts_them(house: House) -> None:
+async def test_messages_count_as_a_chat_completion_counts_them(bench: Bench) -> None:
     messages = asking("what is ", picture(size=(140, 140)), " and ", picture("blue"), "?")
-    status, found = await post(house, "/tokenize", messages=messages)
-    await house.chat(messages=messages)
-    request, = house.script.requests
+    status, found = await post(bench, "/tokenize", messages=messages)
+    await bench.chat(messages=messages)
+    request, = bench.script.requests
     assert status == 200 and found == {"count": len(request.tokens), "max_model_len": 4096, "tokens": request.tokens,
                                        "token_strs": None}
-    assert found["tokens"].count(house.context.family.image_token_id) == 25 + 4
-    limited = (await post(house, "/tokenize", messages=messages, mm_processor_kwargs={"max_pixels": 3136}))[1]
+    assert found["tokens"].count(bench.context.family.image_token_id) == 25 + 4
+    limited = (await post(bench, "/tokenize", messages=messages, mm_processor_kwargs={"max_pixels": 3136}))[1]
     assert limited["count"] == found["count"] - 21
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_there_and_back(family: Any, prefix: str) -> None:
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         text = "<|im_start|>naïve 🫠\n" * 1500        # over what is decoded on the event loop
-        status, found = await post(house, prefix + "/tokenize", prompt=text, model="tiny-vl", return_token_strs=True)
+        status, found = await post(bench, prefix + "/tokenize", prompt=text, model="tiny-vl", return_token_strs=True)
         assert status == 200 and found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 4096
         assert found["token_strs"][0] == "<|im_start|>"
-        status, back = await post(house, prefix + "/detokenize", tokens=found["tokens"])
+        status, back = await post(bench, prefix + "/detokenize", tokens=found["tokens"])
         assert (status, back) == (200, {"prompt": text})
-        assert house.script.requests == [] and house.context.stats.counts["accepted"] == 0
+        assert bench.script.requests == [] and bench.context.stats.counts["accepted"] == 0
 
     test(family)
 
 
 @hosted()
-async def test_nothing_is_no_tokens(house: House) -> None:
-    assert (await post(house, "/tokenize", prompt=""))[1]["count"] == 0
-    assert (await post(house, "/detokenize", tokens=[])) == (200, {"prompt": ""})
+async def test_nothing_is_no_tokens(bench: Bench) -> None:
+    assert (await post(bench, "/tokenize", prompt=""))[1]["count"] == 0
+    assert (await post(bench, "/detokenize", tokens=[])) == (200, {"prompt": ""})
 
 
 @pytest.mark.parametrize(("path", "fields", "status", "param"), [
@@ -62,8 +62,8 @@ async def test_nothing_is_no_tokens(house: House) -> None:
 ])
 def test_refusals_name_the_field(family: Any, path: str, fields: dict[str, Any], status: int, param: str) -> None:
     @hosted()
-    async def test(house: House) -> None:
-        got, body = await post(house, path, **fields)
+    async def test(bench: Bench) -> None:
+        got, body = await post(bench, path, **fields)
         assert (got, body["error"]["param"]) == (status, param), body
 
     test(family)

@@ -14,49 +14,49 @@ from epdd.frontend.chat_page import routes
 from epdd.frontend.chat_page.figures import Figures, shown
 from tests.ctl.snapshot import snapshot, worker
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 
 FILES = [path for path in (Path(routes.__file__).parent / "files").rglob("*") if path.is_file()]
 
 
 @hosted()
-async def test_every_file_comes_with_a_strict_policy(house: House) -> None:
+async def test_every_file_comes_with_a_strict_policy(bench: Bench) -> None:
     paths = {"/": "text/html", "/page/page.css": "text/css", "/page/main.js": "text/javascript",
              "/page/icon.svg": "image/svg+xml", "/page/examples.json": "application/json"}
     for path, kind in paths.items():
-        answer = await house.http.get(house.url + path)
+        answer = await bench.http.get(bench.url + path)
         assert (answer.status, answer.content_type) == (200, kind)
         policy = dict(rule.split(" ", 1) for rule in answer.headers["Content-Security-Policy"].split("; "))
         assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'" == policy["style-src"]
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["Cache-Control"] == "no-cache"
-        head = await house.http.head(house.url + path)
+        head = await bench.http.head(bench.url + path)
         assert (head.status, head.headers["Content-Length"]) == (200, str(len(await answer.read())))
         assert await head.read() == b""
 
 
 @hosted()
-async def test_a_file_that_has_not_changed_is_not_sent_again(house: House) -> None:
-    answer = await house.http.get(f"{house.url}/page/main.js")
-    again = await house.http.get(f"{house.url}/page/main.js", headers={"If-None-Match": answer.headers["ETag"]})
+async def test_a_file_that_has_not_changed_is_not_sent_again(bench: Bench) -> None:
+    answer = await bench.http.get(f"{bench.url}/page/main.js")
+    again = await bench.http.get(f"{bench.url}/page/main.js", headers={"If-None-Match": answer.headers["ETag"]})
     assert again.status == 304 and await again.read() == b"" and again.headers["ETag"] == answer.headers["ETag"]
-    other = await house.http.get(f"{house.url}/page/page.css", headers={"If-None-Match": answer.headers["ETag"]})
+    other = await bench.http.get(f"{bench.url}/page/page.css", headers={"If-None-Match": answer.headers["ETag"]})
     assert other.status == 200
 
 
 @hosted()
-async def test_reading_is_all_one_can_do(house: House) -> None:
+async def test_reading_is_all_one_can_do(bench: Bench) -> None:
     for path in ("/", "/page/main.js", "/status"):
         for method in ("POST", "PUT", "DELETE", "PATCH"):
-            answer = await house.http.request(method, house.url + path)
+            answer = await bench.http.request(method, bench.url + path)
             assert answer.status == 405 and set(answer.headers["Allow"].split(",")) == {"GET", "HEAD"}
     for path in ("/page/", "/page/routes.py", "/page/..%2froutes.py", "/page/index.html", "/page/red-circle.png"):
-        assert (await house.http.get(house.url + path)).status == 404
+        assert (await bench.http.get(bench.url + path)).status == 404
 
 
 @hosted()
-async def test_examples_are_the_demo_models_alone(house: House) -> None:
-    assert await (await house.http.get(f"{house.url}/page/examples.json")).json() == []
+async def test_examples_are_the_demo_models_alone(bench: Bench) -> None:
+    assert await (await bench.http.get(f"{bench.url}/page/examples.json")).json() == []
 
 
 def test_the_pictures_of_the_examples_are_there() -> None:
@@ -94,12 +94,12 @@ def test_status_says_nothing_of_paths_processes_and_reasons() -> None:
 
 
 @hosted()
-async def test_status_over_http(house: House) -> None:
-    answer = await house.http.get(f"{house.url}/status")
+async def test_status_over_http(bench: Bench) -> None:
+    answer = await bench.http.get(f"{bench.url}/status")
     body: dict[str, Any] = await answer.json()
     assert (answer.status, body["state"], body["router"]["queue_jobs"]) == (200, "ready", 4)
     assert answer.headers["Cache-Control"] == "no-store" and answer.headers["X-Content-Type-Options"] == "nosniff"
-    head = await house.http.head(f"{house.url}/status")
+    head = await bench.http.head(f"{bench.url}/status")
     assert (head.status, await head.read()) == (200, b"")
 
 

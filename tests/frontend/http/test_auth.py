@@ -13,7 +13,7 @@ from epdd.errors import ConfigError
 from epdd.frontend.http import auth
 from epdd.settings.service import ServerSettings
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 from tests.frontend.http.test_app import envelope, raw
 
 KEYS: Any = {"api_keys": ("sk-one", "sk-two")}
@@ -33,13 +33,13 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
     caplog.set_level(logging.DEBUG)
 
     @hosted(server=KEYS)
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         for path, body in (("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
                            ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": []})):
-            answer = await house.http.post(house.url + path, json=body, headers=headers)
+            answer = await bench.http.post(bench.url + path, json=body, headers=headers)
             assert answer.status == status
         for path in ("/v1/models", "/version", "/metrics", "/status"):
-            answer = await house.http.get(house.url + path, headers=headers)
+            answer = await bench.http.get(bench.url + path, headers=headers)
             assert answer.status == status
         if status == 401:
             assert answer.headers["WWW-Authenticate"] == "Bearer" and answer.headers["x-request-id"]
@@ -47,28 +47,28 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
             assert "sk-" not in error["message"]
             # Whether a page exists is nobody's business either.
-            assert (await house.http.get(f"{house.url}/nowhere", headers=headers)).status == 401
-            assert house.script.requests == [] and house.context.stats.counts["accepted"] == 0
+            assert (await bench.http.get(f"{bench.url}/nowhere", headers=headers)).status == 401
+            assert bench.script.requests == [] and bench.context.stats.counts["accepted"] == 0
         for path in ("/health", "/ready", "/ping", "/", "/page/main.js"):
-            assert (await house.http.get(house.url + path, headers=headers)).status == 200
-            assert (await house.http.head(house.url + path, headers=headers)).status == 200
+            assert (await bench.http.get(bench.url + path, headers=headers)).status == 200
+            assert (await bench.http.head(bench.url + path, headers=headers)).status == 200
 
     test(family)
     assert "sk-one" not in caplog.text and "sk-one" not in repr(ServerSettings(**KEYS))
 
 
 @hosted(server=KEYS)
-async def test_without_a_key_no_body_is_asked_for(house: House) -> None:
-    answer = await raw(house, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+async def test_without_a_key_no_body_is_asked_for(bench: Bench) -> None:
+    answer = await raw(bench, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
                        b"Content-Length: 100\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 401") and envelope(answer)["code"] == "invalid_api_key"
 
 
 @hosted(server=KEYS)
-async def test_the_official_client(house: House) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="sk-two", max_retries=0) as client:
+async def test_the_official_client(bench: Bench) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="sk-two", max_retries=0) as client:
         assert [model.id for model in (await client.models.list()).data] == ["tiny-vl"]
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="wrong", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="wrong", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.models.list()
         assert caught.value.code == "invalid_api_key"
@@ -103,50 +103,50 @@ def test_files_that_would_let_everybody_or_nobody_in(tmp_path: Path, text: Any, 
     assert "sk-" not in caught.value.message
 
 
-async def preflight(house: House, origin: str, **headers: str) -> Any:
-    return await house.http.options(f"{house.url}/v1/chat/completions", headers={
+async def preflight(bench: Bench, origin: str, **headers: str) -> Any:
+    return await bench.http.options(f"{bench.url}/v1/chat/completions", headers={
         "Origin": origin, "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang", **headers})
 
 
 @hosted(server={**KEYS, "cors_origins": (PAGE,)})
-async def test_a_page_that_is_let_in(house: House) -> None:
-    answer = await preflight(house, PAGE)
+async def test_a_page_that_is_let_in(bench: Bench) -> None:
+    answer = await preflight(bench, PAGE)
     assert answer.status == 204 and await answer.read() == b""
     assert answer.headers["Access-Control-Allow-Origin"] == PAGE and answer.headers["Vary"] == "Origin"
     assert "POST" in answer.headers["Access-Control-Allow-Methods"]
     assert answer.headers["Access-Control-Allow-Headers"] == "authorization,content-type,x-stainless-lang"
     # Errors and streams can be read by the page too.
-    answer = await house.http.get(f"{house.url}/v1/models", headers={"Origin": PAGE})
+    answer = await bench.http.get(f"{bench.url}/v1/models", headers={"Origin": PAGE})
     assert answer.status == 401 and answer.headers["Access-Control-Allow-Origin"] == PAGE
-    answer = await house.http.post(
-        f"{house.url}/v1/chat/completions", headers={"Origin": PAGE, **bearer("sk-one")},
+    answer = await bench.http.post(
+        f"{bench.url}/v1/chat/completions", headers={"Origin": PAGE, **bearer("sk-one")},
         json={"messages": [{"role": "user", "content": "x"}], "stream": True})
     assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] == PAGE
     assert "x-request-id" in answer.headers["Access-Control-Expose-Headers"]
 
 
 @hosted(server={"cors_origins": (PAGE,)})
-async def test_pages_that_are_not(house: House) -> None:
+async def test_pages_that_are_not(bench: Bench) -> None:
     for origin in ("https://evil.example.com", "http://chat.example.com", PAGE + ".evil.com", "null"):
-        assert (await preflight(house, origin)).status == 405
-        answer = await house.http.get(f"{house.url}/v1/models", headers={"Origin": origin})
+        assert (await preflight(bench, origin)).status == 405
+        answer = await bench.http.get(f"{bench.url}/v1/models", headers={"Origin": origin})
         assert answer.status == 200 and "Access-Control-Allow-Origin" not in answer.headers
         assert answer.headers["Vary"] == "Origin"
-    answer = await house.http.options(f"{house.url}/v1/models", headers={"Origin": PAGE})
+    answer = await bench.http.options(f"{bench.url}/v1/models", headers={"Origin": PAGE})
     assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")     # no preflight
 
 
 @hosted(server={"cors_origins": ("*",)})
-async def test_all_pages(house: House) -> None:
-    assert (await preflight(house, "null")).headers["Access-Control-Allow-Origin"] == "null"
+async def test_all_pages(bench: Bench) -> None:
+    assert (await preflight(bench, "null")).headers["Access-Control-Allow-Origin"] == "null"
 
 
 @hosted()
-async def test_off_by_default(house: House) -> None:
-    answer = await preflight(house, PAGE)
+async def test_off_by_default(bench: Bench) -> None:
+    answer = await preflight(bench, PAGE)
     assert answer.status == 405 and (await answer.json())["error"]["code"] == "method_not_allowed"
-    answer = await house.http.get(f"{house.url}/v1/models", headers={"Origin": PAGE})
+    answer = await bench.http.get(f"{bench.url}/v1/models", headers={"Origin": PAGE})
     assert not [name for name in answer.headers if name.startswith(("Access-Control", "Vary"))]
 
 
@@ -155,12 +155,12 @@ def test_keys_are_changed_while_running_and_a_broken_file_changes_nothing(family
     file.write_text("sk-old\n")
 
     @hosted(server={"api_keys_file": str(file)})
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         async def statuses() -> list[int]:
-            return [(await house.http.get(f"{house.url}/v1/models", headers=bearer(key))).status
+            return [(await bench.http.get(f"{bench.url}/v1/models", headers=bearer(key))).status
                     for key in ("sk-old", "sk-new")]
 
-        guard, server = house.context.keys, house.context.config.server
+        guard, server = bench.context.keys, bench.context.config.server
         assert await statuses() == [200, 401]
         file.write_text("sk-old\nsk-new\n")
         assert await statuses() == [200, 401]       # not before it is told

@@ -23,7 +23,7 @@ from epdd.frontend.requests import completion_requests, request_validation
 from epdd.frontend.requests.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from epdd.worker.vision.decode_image import decode
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 from tests.frontend.http import hostile
 
 pytestmark = pytest.mark.takes(30)
@@ -254,7 +254,7 @@ def test_daemon_and_encoder_see_one_picture(file: bytes, data: st.DataObject) ->
 
 
 @hosted()
-async def test_no_request_is_a_fault_of_ours(house: House) -> None:
+async def test_no_request_is_a_fault_of_ours(bench: Bench) -> None:
     """Through HTTP: no 5xx, and the server goes on."""
     bodies: list[bytes] = []
 
@@ -266,6 +266,6 @@ async def test_no_request_is_a_fault_of_ours(house: House) -> None:
     collect()
     for body in bodies:
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
-            answer = await house.http.post(house.url + path, data=body)
+            answer = await bench.http.post(bench.url + path, data=body)
             assert answer.status < 500 and len(await answer.read()) < 100_000
-    assert (await house.chat()).status == 200 and house.door.in_flight == 0
+    assert (await bench.chat()).status == 200 and bench.door.in_flight == 0

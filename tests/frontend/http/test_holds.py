@@ -27,7 +27,7 @@ from epdd.frontend.requests.inline_files import InlineLimits, extract
 from epdd.frontend.requests.request_validation import parse
 from epdd.frontend.requests.schema import ChatBody
 
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 
 pytestmark = pytest.mark.takes(30)
 
@@ -145,16 +145,16 @@ def test_large_bodies_hold_nobody(family: Any, name: str) -> None:
     body = LARGE[name]()
 
     @hosted()
-    async def test(house: House) -> None:
+    async def test(bench: Bench) -> None:
         path = "/v1/completions" if body.startswith(b'{"prompt"') else "/v1/chat/completions"
-        assert (await house.chat()).status == 200       # what is made once is made
+        assert (await bench.chat()).status == 200       # what is made once is made
 
         async def go() -> None:
-            async with house.http.post(house.url + path, data=pieces(body)) as answer:
+            async with bench.http.post(bench.url + path, data=pieces(body)) as answer:
                 assert answer.status == 400, await answer.text()
                 found = await answer.json()
             assert len(found["error"]["message"]) < 300
-            assert house.context.stats.gauges["bodies"]() == 0
+            assert bench.context.stats.gauges["bodies"]() == 0
 
         await holds_nobody(go)
 
@@ -177,11 +177,11 @@ def test_large_requests_that_are_served_hold_nobody(family: Any, name: str) -> N
     body = orjson.dumps(asked)
 
     @hosted()
-    async def test(house: House) -> None:
-        assert (await house.chat()).status == 200
+    async def test(bench: Bench) -> None:
+        assert (await bench.chat()).status == 200
 
         async def go() -> None:
-            async with house.http.post(house.url + path, data=pieces(body)) as answer:
+            async with bench.http.post(bench.url + path, data=pieces(body)) as answer:
                 assert answer.status == 200, await answer.text()
 
         await holds_nobody(go)
@@ -214,9 +214,9 @@ CLOSE = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 def test_small_pieces_hold_nobody(family: Any, sent: bytes, answers: list[bytes]) -> None:
     """Of one read the parser made 40,000 chunks, and the body's reader 130,000 pieces of one go: 0.15 s."""
     @hosted()
-    async def test(house: House) -> None:
-        port = int(house.url.rpartition(":")[2])
-        assert (await house.chat()).status == 200
+    async def test(bench: Bench) -> None:
+        port = int(bench.url.rpartition(":")[2])
+        assert (await bench.chat()).status == 200
         with watched() as holds:
             look = asyncio.create_task(holds.look())
             told = await asyncio.to_thread(asked, port, sent)
@@ -240,14 +240,14 @@ async def pieces(body: bytes) -> Any:
 def test_a_long_answer_holds_nobody(family: Any, path: str) -> None:
     """Sent whole, with the log probabilities of 8 times 2,000 tokens and of 5 others beside each."""
     @hosted()
-    async def test(house: House) -> None:
-        house.script.play = house.script.say("hello " * 1000)
+    async def test(bench: Bench) -> None:
+        bench.script.play = bench.script.say("hello " * 1000)
         ask = {"n": 8, "logprobs": 5, "prompt": "x", "max_tokens": 2000} if path == "/v1/completions" else {
             "n": 8, "logprobs": True, "top_logprobs": 5, "messages": [{"role": "user", "content": "x"}]}
         body = orjson.dumps(ask)
 
         async def go() -> None:
-            async with house.http.post(house.url + path, data=body) as answer:
+            async with bench.http.post(bench.url + path, data=body) as answer:
                 text[:] = [await answer.read()]
                 assert answer.status == 200
 

@@ -11,13 +11,13 @@ import pytest
 from epdd.errors import Overloaded, WorkerLost
 
 from tests.frontend.api.test_chat import asking, picture
-from tests.frontend.house import House, hosted
+from tests.frontend.bench import Bench, hosted
 
 
 @hosted()
-async def test_asynchronous(house: House) -> None:
-    house.script.play = house.script.say("hello world")
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+async def test_asynchronous(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello world")
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id async for model in await client.models.list()] == ["tiny-vl"]
         assert (await client.models.retrieve("tiny-vl")).id == "tiny-vl"
         answer = await client.chat.completions.create(
@@ -27,7 +27,7 @@ async def test_asynchronous(house: House) -> None:
         assert answer.usage and answer.usage.prompt_tokens_details
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
         assert answer.choices[0].logprobs and len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-        assert house.script.requests[-1].sampling.top_k == 5
+        assert bench.script.requests[-1].sampling.top_k == 5
         stream: Any = await client.chat.completions.create(
             model="tiny-vl", messages=asking("hi"), stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
@@ -36,11 +36,11 @@ async def test_asynchronous(house: House) -> None:
 
 
 @hosted()
-async def test_synchronous(house: House) -> None:
-    house.script.play = house.script.say("hello world")
+async def test_synchronous(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello world")
 
     def use() -> None:
-        with openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0) as client:
             answer = client.chat.completions.create(model="tiny-vl", messages=[{"role": "user", "content": "hi"}])
             assert answer.choices[0].message.content == "hello world"
             with client.chat.completions.create(model="tiny-vl", stream=True,
@@ -51,8 +51,8 @@ async def test_synchronous(house: House) -> None:
 
 
 @hosted()
-async def test_errors_are_its_own_classes(house: House) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+async def test_errors_are_its_own_classes(bench: Bench) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0) as client:
         async def ask(**fields: Any) -> Any:
             return await client.chat.completions.create(**{"model": "tiny-vl", "messages": asking("x"), **fields})
 
@@ -63,11 +63,11 @@ async def test_errors_are_its_own_classes(house: House) -> None:
         with pytest.raises(openai.NotFoundError) as unknown:
             await ask(model="gpt")
         assert unknown.value.code == "model_not_found"
-        house.door.refuse = Overloaded("many")
+        bench.door.refuse = Overloaded("many")
         with pytest.raises(openai.RateLimitError):
             await ask()
-        house.door.refuse = None
-        house.script.play = house.script.say("hello", fail=WorkerLost("gone"))
+        bench.door.refuse = None
+        bench.script.play = bench.script.say("hello", fail=WorkerLost("gone"))
         with pytest.raises(openai.InternalServerError):
             await ask()
         text = ""

@@ -12,7 +12,7 @@ import pytest
 from epdd.frontend.http import descriptors
 from epdd.frontend.http.body import SLOW, Bodies
 
-from tests.frontend.house import House, hosted, settle
+from tests.frontend.bench import Bench, hosted, settle
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -26,8 +26,8 @@ class Client:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def come(cls, house: House, data: bytes = b"") -> Client:
-        client = cls(*await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2])))
+    async def come(cls, bench: Bench, data: bytes = b"") -> Client:
+        client = cls(*await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2])))
         client.writer.write(data)
         return client
 
@@ -54,31 +54,31 @@ def code(answer: bytes) -> str:
 
 
 @hosted(server={"body_timeout_s": 5})      # in which all of them come, on a busy machine too
-async def test_a_body_that_stops(house: House) -> None:
+async def test_a_body_that_stops(bench: Bench) -> None:
     """It is 408 and closed, and meanwhile it takes nobody's place."""
-    stopped = [await Client.come(house, POST % 5000 + b"{") for _ in range(20)]
-    chunked = await Client.come(house, POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+    stopped = [await Client.come(bench, POST % 5000 + b"{") for _ in range(20)]
+    chunked = await Client.come(bench, POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
                                 + b"5\r\n{")
-    await settle(lambda: house.context.stats.running == 21)
-    assert house.door.in_flight == 0 and (await house.chat()).status == 200
+    await settle(lambda: bench.context.stats.running == 21)
+    assert bench.door.in_flight == 0 and (await bench.chat()).status == 200
     for client in (*stopped, chunked):
         answer = await client.rest()
         assert answer.startswith(b"HTTP/1.1 408") and code(answer) == "request_timeout"
         assert b"connection: close" in answer.lower()
-    assert house.context.stats.gauges["bodies"]() == 0 and house.context.stats.counts["rejected"] == 21
-    assert house.context.stats.counts["accepted"] == 1
+    assert bench.context.stats.gauges["bodies"]() == 0 and bench.context.stats.counts["rejected"] == 21
+    assert bench.context.stats.counts["accepted"] == 1
 
 
 @hosted(server={"body_timeout_s": 0.3})
-async def test_a_body_that_trickles(house: House) -> None:
+async def test_a_body_that_trickles(bench: Bench) -> None:
     """A byte now and then is not moving on; it may take any time as long as it does."""
-    slow = await Client.come(house, POST % 5000)
+    slow = await Client.come(bench, POST % 5000)
     answer = asyncio.create_task(slow.rest())
     while not answer.done():
         slow.writer.write(b" ")
         await asyncio.sleep(0.05)
     assert (await answer).startswith(b"HTTP/1.1 408")
-    steady = await Client.come(house, POST % 5000)
+    steady = await Client.come(bench, POST % 5000)
     for _ in range(20):
         steady.writer.write(b" " * 200)         # 4,000 bytes in a second
         await asyncio.sleep(0.05)
@@ -87,11 +87,11 @@ async def test_a_body_that_trickles(house: House) -> None:
 
 
 @hosted(server={"max_body_bytes": 3000, "body_timeout_s": 0}, media={"max_inflight_bytes": 5000})
-async def test_the_slow_give_way_to_who_has_a_body(house: House) -> None:
-    slow = [await Client.come(house, POST % 2900 + b" " * 2000) for _ in range(2)]
-    await settle(lambda: house.context.stats.gauges["bodies"]() == 4000)
+async def test_the_slow_give_way_to_who_has_a_body(bench: Bench) -> None:
+    slow = [await Client.come(bench, POST % 2900 + b" " * 2000) for _ in range(2)]
+    await settle(lambda: bench.context.stats.gauges["bodies"]() == 4000)
     await asyncio.sleep(1.1)                    # until their speed is known
-    whole = await Client.come(house, POST % 2900 + BODY + b" " * (2900 - len(BODY)))
+    whole = await Client.come(bench, POST % 2900 + BODY + b" " * (2900 - len(BODY)))
     assert (await whole.answer()).startswith(b"HTTP/1.1 200")
     done, left = await asyncio.wait([asyncio.create_task(client.rest()) for client in slow],
                                     return_when=asyncio.FIRST_COMPLETED)
@@ -124,60 +124,60 @@ def test_fast_bodies_do_not_give_way() -> None:
 
 
 @hosted(server={"head_timeout_s": 0.3, "keep_alive_s": 0.6})
-async def test_connections_without_a_request(house: House) -> None:
-    silent, half, idle = [await Client.come(house, data) for data in (b"", POST[:30], GET)]
+async def test_connections_without_a_request(bench: Bench) -> None:
+    silent, half, idle = [await Client.come(bench, data) for data in (b"", POST[:30], GET)]
     assert (await idle.answer()).startswith(b"HTTP/1.1 200")
     assert await silent.rest() == b""
     answer = await half.rest()
     assert answer.split()[1] == b"408" and code(answer) == "request_timeout" and b"x-request-id" in answer.lower()
-    trickle = await Client.come(house, b"GET /")
+    trickle = await Client.come(bench, b"GET /")
     ended = asyncio.create_task(trickle.rest())
     while not ended.done():         # a byte now and then does not move the deadline
         trickle.writer.write(b"a")
         await asyncio.sleep(0.05)
     assert (await ended).split()[1] == b"408"
     assert await idle.rest() == b""
-    closed = house.context.connections.closed
+    closed = bench.context.connections.closed
     assert closed["head"] == 3 and closed["idle"] == 1
-    await settle(lambda: len(house.context.connections) == 0)
+    await settle(lambda: len(bench.context.connections) == 0)
 
 
 @hosted(server={"head_timeout_s": 0.3})
-async def test_a_connection_that_works_is_left_alone(house: House) -> None:
+async def test_a_connection_that_works_is_left_alone(bench: Bench) -> None:
     """The deadlines are of heads and of idleness: an answer may take longer than both."""
-    house.script.play = house.script.say("hello world", step_s=0.2)
-    client = await Client.come(house, POST % len(BODY) + BODY)
+    bench.script.play = bench.script.say("hello world", step_s=0.2)
+    client = await Client.come(bench, POST % len(BODY) + BODY)
     assert (await client.answer()).startswith(b"HTTP/1.1 200")
     client.writer.write(GET)
     assert (await client.answer()).startswith(b"HTTP/1.1 200")
 
 
 @hosted(server={"max_connections": 8})
-async def test_over_the_limit_who_asks_nothing_gives_way(house: House) -> None:
-    house.script.play = house.script.say("hello", hang=True)
-    busy = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(3)]
-    await settle(lambda: house.door.in_flight == 3)
-    idle = await Client.come(house, GET)
+async def test_over_the_limit_who_asks_nothing_gives_way(bench: Bench) -> None:
+    bench.script.play = bench.script.say("hello", hang=True)
+    busy = [await Client.come(bench, POST % len(BODY) + BODY) for _ in range(3)]
+    await settle(lambda: bench.door.in_flight == 3)
+    idle = await Client.come(bench, GET)
     await idle.answer()
-    silent = [await Client.come(house) for _ in range(4)]
-    await settle(lambda: len(house.context.connections) == 8)
+    silent = [await Client.come(bench) for _ in range(4)]
+    await settle(lambda: len(bench.context.connections) == 8)
     await asyncio.sleep(1.1)                    # until nobody takes them for about to ask
-    silent += [await Client.come(house) for _ in range(3)]
+    silent += [await Client.come(bench) for _ in range(3)]
     for client in silent[:3]:
         assert await client.rest() == b""       # the oldest
-    last = await Client.come(house, GET)
+    last = await Client.come(bench, GET)
     assert (await last.answer()).startswith(b"HTTP/1.1 200")
     idle.writer.write(GET)                      # who asked something stays before who did not
     assert (await idle.answer()).startswith(b"HTTP/1.1 200")
-    assert house.door.in_flight == 3 and len(house.context.connections) <= 8
-    more = [await Client.come(house, POST % len(BODY) + BODY) for _ in range(5)]
-    await settle(lambda: house.door.in_flight == 8)    # those who come do not push each other out
-    answer = await (await Client.come(house)).rest()
+    assert bench.door.in_flight == 3 and len(bench.context.connections) <= 8
+    more = [await Client.come(bench, POST % len(BODY) + BODY) for _ in range(5)]
+    await settle(lambda: bench.door.in_flight == 8)    # those who come do not push each other out
+    answer = await (await Client.come(bench)).rest()
     assert answer.startswith(b"HTTP/1.1 503") and code(answer) == "connections_full"
-    assert house.context.connections.closed["refused"] == 1
+    assert bench.context.connections.closed["refused"] == 1
     for client in busy + more:
         client.writer.close()
-    await settle(lambda: house.door.in_flight == 0)
+    await settle(lambda: bench.door.in_flight == 0)
 
 
 class Newcomer:
@@ -194,14 +194,14 @@ class Newcomer:
 
 
 @hosted(server={"max_connections": 4})
-async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
+async def test_who_has_sent_a_request_does_not_give_way(bench: Bench) -> None:
     """Its bytes may wait in the kernel for as long as others keep the loop busy."""
-    book = house.context.connections
-    kept, fresh = await Client.come(house, GET), await Client.come(house)
+    book = bench.context.connections
+    kept, fresh = await Client.come(bench, GET), await Client.come(bench)
     await kept.answer()
-    idle = await Client.come(house, GET)
+    idle = await Client.come(bench, GET)
     await idle.answer()
-    silent = await Client.come(house)
+    silent = await Client.come(bench)
     await settle(lambda: len(book) == 4)
     for client in (kept, fresh):
         os.write(client.writer.get_extra_info("socket").fileno(), GET)      # at once, not by the loop
@@ -216,12 +216,12 @@ async def test_who_has_sent_a_request_does_not_give_way(house: House) -> None:
 
 
 @hosted(server={"max_connections": 4})
-async def test_who_was_just_answered_stays_before_who_has_asked_nothing(house: House) -> None:
-    book = house.context.connections
-    silent = [await Client.come(house) for _ in range(2)]
+async def test_who_was_just_answered_stays_before_who_has_asked_nothing(bench: Bench) -> None:
+    book = bench.context.connections
+    silent = [await Client.come(bench) for _ in range(2)]
     await settle(lambda: len(book) == 2)
     await asyncio.sleep(0.4)                    # longer than a request takes to follow its connection
-    answered = [await Client.come(house, GET) for _ in range(2)]
+    answered = [await Client.come(bench, GET) for _ in range(2)]
     for client in answered:
         await client.answer()
     newcomers = Newcomer(), Newcomer()
@@ -248,10 +248,10 @@ def test_the_limit_of_descriptors(monkeypatch: Any) -> None:
 
 
 @hosted()
-async def test_half_closed(house: House) -> None:
+async def test_half_closed(bench: Bench) -> None:
     """Pages are answered; a POST ends with the sending side, and says so."""
     async def half(data: bytes) -> bytes:
-        client = await Client.come(house, data)
+        client = await Client.come(bench, data)
         client.writer.write_eof()
         return await client.rest()
 
@@ -259,23 +259,23 @@ async def test_half_closed(house: House) -> None:
     assert (await half(GET * 3)).count(b"HTTP/1.1 200") == 3
     assert (await half(b"nonsense\r\n\r\n")).startswith(b"HTTP/1.0 400")
     assert await half(b"") == await half(POST[:20]) == b""
-    house.script.play = house.script.say("hello", hang=True)
+    bench.script.play = bench.script.say("hello", hang=True)
     for data in (POST % len(BODY) + BODY, POST % 5000 + b"{", GET + POST % len(BODY) + BODY):
         answer = await half(data)
         assert code(answer[answer.rindex(b"HTTP/1.1"):]) == "client_left"
-    client = await Client.come(house, POST % len(BODY) + BODY)
-    await settle(lambda: house.door.in_flight == 1)
+    client = await Client.come(bench, POST % len(BODY) + BODY)
+    await settle(lambda: bench.door.in_flight == 1)
     client.writer.write_eof()
     assert code(await client.rest()) == "client_left"
-    await settle(lambda: house.door.in_flight == 0 and house.context.stats.running == 0)
+    await settle(lambda: bench.door.in_flight == 0 and bench.context.stats.running == 0)
 
 
 @hosted(server={"timeout_s": 1})
-async def test_pages_that_are_not_read(house: House) -> None:
+async def test_pages_that_are_not_read(bench: Bench) -> None:
     """Whoever asks for page after page and reads none is gone in the end."""
-    client = await Client.come(house)
+    client = await Client.come(bench)
     client.writer.transport.pause_reading()
     client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
-    await settle(lambda: house.context.connections.closed["stalled"] == 1, 60)
-    await settle(lambda: len(house.context.connections) == 0)
+    await settle(lambda: bench.context.connections.closed["stalled"] == 1, 60)
+    await settle(lambda: len(bench.context.connections) == 0)
     client.writer.transport.abort()

@@ -16,7 +16,7 @@ from epdd.errors import CapacityError
 from epdd.frontend.structured import structured_output
 from epdd.frontend.structured.grammar_checker import GrammarChecker
 
-from tests.frontend.house import House, hosted, settle
+from tests.frontend.bench import Bench, hosted, settle
 
 GOOD, BAD = 'start: "a"', "start: b"
 # Two kilobytes, and hours of work: to llguidance it is the intersection of 30 expressions of 8,192 states each.
@@ -125,14 +125,14 @@ def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @hosted()
-async def test_others_are_answered_meanwhile(house: House) -> None:
+async def test_others_are_answered_meanwhile(bench: Bench) -> None:
     """Two of these used to take both threads that read large bodies, for ever."""
-    asked = [asyncio.create_task(house.chat(guided_json={**ENDLESS, "title": str(at)})) for at in range(3)]
-    answer = await house.chat(user="x" * 70_000)        # so large a body is read in one of those threads
+    asked = [asyncio.create_task(bench.chat(guided_json={**ENDLESS, "title": str(at)})) for at in range(3)]
+    answer = await bench.chat(user="x" * 70_000)        # so large a body is read in one of those threads
     assert answer.status == 200 and not any(task.done() for task in asked[1:])
     for task in asked:
         answer = await task
         assert answer.status == 400
         assert (await answer.json())["error"]["message"] == "guided_json: it takes too long to compile"
-    answer = await house.chat(guided_regex="a|b")
+    answer = await bench.chat(guided_regex="a|b")
     assert answer.status == 200, await answer.text()

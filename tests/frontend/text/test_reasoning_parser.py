@@ -18,7 +18,7 @@ from epdd import families
 from epdd.frontend.text.reasoning_parser import (CLOSE_MARK, OPEN_MARK, ReasoningParser, ThinkTokens, Thinking,
                                                  think_tokens, thinking)
 from tests.frontend.conftest import TEMPLATE, build_checkpoint
-from tests.frontend.house import House, serve, texts, with_settings
+from tests.frontend.bench import Bench, serve, texts, with_settings
 
 OPENS = TEMPLATE.replace("{{- '<|im_start|>assistant\\n' }}\n{%- endif %}", """{{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}
@@ -82,14 +82,14 @@ def test_which_checkpoints_think(folder: Path) -> None:
 
 
 def hosted(test: Any) -> Any:
-    """As house.hosted, with a checkpoint whose template opens the thinking."""
+    """As bench.hosted, with a checkpoint whose template opens the thinking."""
 
     def run(tmp_path: Path) -> None:
         family = families.load(str(build_checkpoint(tmp_path / "thinker", template=OPENS)))
 
         async def go() -> None:
-            async with serve(family) as house:
-                await test(house)
+            async with serve(family) as bench:
+                await test(bench)
 
         uvloop.run(go())
 
@@ -101,22 +101,22 @@ SAID = "the picture\nshows a circle\n</think>\n\nred"
 
 
 @hosted
-async def test_a_whole_answer_and_its_usage(house: House) -> None:
-    house.script.play = house.script.say(SAID)
-    body = await (await house.chat(n=2)).json()
+async def test_a_whole_answer_and_its_usage(bench: Bench) -> None:
+    bench.script.play = bench.script.say(SAID)
+    body = await (await bench.chat(n=2)).json()
     for choice in body["choices"]:
         assert choice["message"] == {"role": "assistant", "content": "red", "refusal": None,
                                      "reasoning_content": "the picture\nshows a circle"}
-    ids = house.script.tokenizer.encode(SAID, add_special_tokens=False).ids
-    thought = ids.index(house.script.tokenizer.token_to_id("</think>")) + 1
+    ids = bench.script.tokenizer.encode(SAID, add_special_tokens=False).ids
+    thought = ids.index(bench.script.tokenizer.token_to_id("</think>")) + 1
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * thought}
     assert body["usage"]["completion_tokens"] == 2 * (len(ids) + 1)
 
 
 @hosted
-async def test_a_stream_says_the_same(house: House) -> None:
-    house.script.play = house.script.say(SAID)
-    frames = await house.frames(stream_options={"include_usage": True}, logprobs=True)
+async def test_a_stream_says_the_same(bench: Bench) -> None:
+    bench.script.play = bench.script.say(SAID)
+    frames = await bench.frames(stream_options={"include_usage": True}, logprobs=True)
     deltas = [choice["delta"] for frame in frames[:-1] for choice in frame["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "the picture\nshows a circle"
     assert texts(frames) == "red"
@@ -128,61 +128,61 @@ async def test_a_stream_says_the_same(house: House) -> None:
 
 
 @hosted
-async def test_cut_in_its_thoughts(house: House) -> None:
-    house.script.play = house.script.say(SAID)
-    body = await (await house.chat(max_tokens=2)).json()
+async def test_cut_in_its_thoughts(bench: Bench) -> None:
+    bench.script.play = bench.script.say(SAID)
+    body = await (await bench.chat(max_tokens=2)).json()
     choice, = body["choices"]
     assert choice["finish_reason"] == "length" and choice["message"]["content"] == ""
-    assert choice["message"]["reasoning_content"] == house.script.tokenizer.decode(
-        house.script.tokenizer.encode(SAID, add_special_tokens=False).ids[:2])
+    assert choice["message"]["reasoning_content"] == bench.script.tokenizer.decode(
+        bench.script.tokenizer.encode(SAID, add_special_tokens=False).ids[:2])
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
 @hosted
-async def test_stops_are_looked_for_in_the_thoughts_too(house: House) -> None:
+async def test_stops_are_looked_for_in_the_thoughts_too(bench: Bench) -> None:
     """As vLLM does; the closing tag may be one, to get the thoughts alone."""
-    house.script.play = house.script.say(SAID)
+    bench.script.play = bench.script.say(SAID)
     for stop in ("circle", "</think>"):
-        message = (await (await house.chat(stop=stop)).json())["choices"][0]["message"]
+        message = (await (await bench.chat(stop=stop)).json())["choices"][0]["message"]
         assert message["reasoning_content"] == SAID.partition(stop)[0].rstrip("\n") and message["content"] == ""
 
 
 @hosted
-async def test_thinking_off(house: House) -> None:
-    house.script.play = house.script.say("red")
-    body = await (await house.chat(chat_template_kwargs={"enable_thinking": False}, response_format={
+async def test_thinking_off(bench: Bench) -> None:
+    bench.script.play = bench.script.say("red")
+    body = await (await bench.chat(chat_template_kwargs={"enable_thinking": False}, response_format={
         "type": "json_object"})).json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "red", "refusal": None}
     assert "completion_tokens_details" not in body["usage"]
-    sampling = house.script.requests[0].sampling
+    sampling = bench.script.requests[0].sampling
     assert sampling.grammar and sampling.think_end_id == -1     # the grammar holds at once
 
 
 @hosted
-async def test_a_format_begins_after_the_thoughts(house: House) -> None:
-    ids = [house.script.tokenizer.token_to_id(tag) for tag in ("<think>", "</think>")]
-    await house.chat(response_format={"type": "json_object"})
-    await house.chat()
-    first, second = (request.sampling for request in house.script.requests)
+async def test_a_format_begins_after_the_thoughts(bench: Bench) -> None:
+    ids = [bench.script.tokenizer.token_to_id(tag) for tag in ("<think>", "</think>")]
+    await bench.chat(response_format={"type": "json_object"})
+    await bench.chat()
+    first, second = (request.sampling for request in bench.script.requests)
     assert (first.think_start_id, first.think_end_id) == (-1, ids[1])
     assert (second.think_start_id, second.think_end_id) == (-1, -1)     # nothing to hold back
 
 
 @hosted
-async def test_calls_after_thoughts(house: House) -> None:
+async def test_calls_after_thoughts(bench: Bench) -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
-    house.script.play = house.script.say(f"I could {call} now\n</think>\n\n{call}")
+    bench.script.play = bench.script.say(f"I could {call} now\n</think>\n\n{call}")
     tool = {"type": "function", "function": {"name": "look"}}
-    choice = (await (await house.chat(tools=[tool])).json())["choices"][0]
+    choice = (await (await bench.chat(tools=[tool])).json())["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == f"I could {call} now"
     assert [each["function"]["name"] for each in choice["message"]["tool_calls"]] == ["look"]
 
 
 @hosted
-async def test_the_official_client_reads_it(house: House) -> None:
-    house.script.play = house.script.say(SAID)
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+async def test_the_official_client_reads_it(bench: Bench) -> None:
+    bench.script.play = bench.script.say(SAID)
+    async with openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.chat.completions.create(model="tiny-vl", messages=[{"role": "user", "content": "hi"}])
         message = answer.choices[0].message
         assert message.reasoning_content == "the picture\nshows a circle"     # type: ignore[attr-defined]
@@ -192,21 +192,21 @@ async def test_the_official_client_reads_it(house: House) -> None:
 
 
 @hosted
-async def test_text_completions_stay_as_they_are(house: House) -> None:
-    house.script.play = house.script.say(SAID)
-    async with house.http.post(f"{house.url}/v1/completions", json={"prompt": "x", "max_tokens": 99}) as answer:
+async def test_text_completions_stay_as_they_are(bench: Bench) -> None:
+    bench.script.play = bench.script.say(SAID)
+    async with bench.http.post(f"{bench.url}/v1/completions", json={"prompt": "x", "max_tokens": 99}) as answer:
         assert (await answer.json())["choices"][0]["text"] == SAID
 
 
 def test_a_model_that_opens_its_thinking_itself(family: families.ModelInfo) -> None:
     """The template says nothing of it at the prompt's end; `model.reasoning` off leaves all as it comes."""
     async def go(reasoning: str) -> Any:
-        async with serve(replace(family), with_settings(model={"reasoning": reasoning})) as house:
-            house.script.play = house.script.say(f"<think>\n{SAID}")
-            body = await (await house.chat(response_format={"type": "json_object"})).json()
+        async with serve(replace(family), with_settings(model={"reasoning": reasoning})) as bench:
+            bench.script.play = bench.script.say(f"<think>\n{SAID}")
+            body = await (await bench.chat(response_format={"type": "json_object"})).json()
             message = body["choices"][0]["message"]
-            tokens = house.script.requests[0].sampling
-            ids = tuple(house.script.tokenizer.token_to_id(tag) for tag in ("<think>", "</think>"))
+            tokens = bench.script.requests[0].sampling
+            ids = tuple(bench.script.tokenizer.token_to_id(tag) for tag in ("<think>", "</think>"))
             return message, (tokens.think_start_id, tokens.think_end_id), ids
 
     message, asked, ids = uvloop.run(go("auto"))
@@ -217,16 +217,16 @@ def test_a_model_that_opens_its_thinking_itself(family: families.ModelInfo) -> N
 
 
 @hosted
-async def test_history_gives_thoughts_to_the_template(house: House) -> None:
+async def test_history_gives_thoughts_to_the_template(bench: Bench) -> None:
     """Qwen's templates cut them from an answer's text; a field of their own never gets into it."""
     def prompt() -> list[int]:
-        return house.script.requests[-1].tokens
+        return bench.script.requests[-1].tokens
 
     history: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"},
                                      {"role": "user", "content": "b"}]
-    await house.chat(messages=history)
+    await bench.chat(messages=history)
     plain = prompt()
     for extra in ({"content": "<think>\nsecret\n</think>\n\nyes"}, {"reasoning_content": "secret"},
                   {"reasoning": "secret"}):
-        await house.chat(messages=[history[0], {**history[1], **extra}, history[2]])
+        await bench.chat(messages=[history[0], {**history[1], **extra}, history[2]])
         assert prompt() == plain, json.dumps(extra)

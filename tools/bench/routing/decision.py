@@ -35,7 +35,7 @@ GPU_SHARE = 0.2
 AHEAD_S = 0.25
 
 
-class House:
+class Fleet:
     """A busy fleet and a queue of constant length."""
 
     def __init__(self, policy: str, encoders: int, queue: int, seed: int) -> None:
@@ -95,13 +95,13 @@ class House:
 
 def measure(policy: str, encoders: int, queue: int, images: int) -> tuple[list[float], list[float]]:
     """Microseconds of each decision, and of each image."""
-    house = House(policy, encoders, queue, seed=1)
+    fleet = Fleet(policy, encoders, queue, seed=1)
     for _ in range(images // 10):
-        house.image()
-    house.decisions.clear()
+        fleet.image()
+    fleet.decisions.clear()
     gc.collect()
-    each = [1e6 * house.image() for _ in range(images)]
-    return [1e6 * seconds for seconds in house.decisions], each
+    each = [1e6 * fleet.image() for _ in range(images)]
+    return [1e6 * seconds for seconds in fleet.decisions], each
 
 
 def looking() -> float:

@@ -33,13 +33,13 @@ from epdd.wire import Done, Prefilled, TokenLogprob, Tokens
 _TEST_S_MAX = 120
 
 
-def hosted(**settings: dict[str, Any]) -> Callable[[Callable[[House], Awaitable[None]]], Callable[..., None]]:
-    """Makes `async def test(house)` a test against a server with these settings."""
+def hosted(**settings: dict[str, Any]) -> Callable[[Callable[[Bench], Awaitable[None]]], Callable[..., None]]:
+    """Makes `async def test(bench)` a test against a server with these settings."""
 
-    def wrap(test: Callable[[House], Awaitable[None]]) -> Callable[..., None]:
+    def wrap(test: Callable[[Bench], Awaitable[None]]) -> Callable[..., None]:
         async def go(family: families.ModelInfo) -> None:
-            async with asyncio.timeout(_TEST_S_MAX), serve(family, with_settings(**settings)) as house:
-                await test(house)
+            async with asyncio.timeout(_TEST_S_MAX), serve(family, with_settings(**settings)) as bench:
+                await test(bench)
 
         def run(family: families.ModelInfo) -> None:
             uvloop.run(go(family))
@@ -134,7 +134,7 @@ def worker(name: str, state: str = "ready") -> dict[str, Any]:
 
 
 @dataclass
-class House:
+class Bench:
     """A running server and everything a test may turn."""
 
     url: str
@@ -173,7 +173,7 @@ def states_of(status: dict[str, Any]) -> States:
 
 
 @asynccontextmanager
-async def serve(family: families.ModelInfo, config: Config | None = None) -> AsyncIterator[House]:
+async def serve(family: families.ModelInfo, config: Config | None = None) -> AsyncIterator[Bench]:
     """The real application on a real socket of the loopback."""
     script, door, stats = Script(), Door(), RequestStats()
     config = config or Config()
@@ -195,7 +195,7 @@ async def serve(family: families.ModelInfo, config: Config | None = None) -> Asy
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession() as http:
-            yield House(f"http://127.0.0.1:{port}", script, door, context, http,
+            yield Bench(f"http://127.0.0.1:{port}", script, door, context, http,
                         served, list(served.router.routes()), status)
     finally:
         await runner.cleanup()

@@ -92,7 +92,7 @@ def asking(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content(*parts)}], "temperature": 0, "max_tokens": 24, **fields}
 
 
-class House:
+class Bench:
     """The daemon, where it can get images from, by http: and by file:, and all error answers of the case."""
 
     def __init__(self, daemon: Daemon, host: Host, folder: Path, http: aiohttp.ClientSession) -> None:
@@ -211,10 +211,10 @@ class House:
 
 
 @contextmanager
-def little_memory(house: House, most: int) -> Iterator[None]:
+def little_memory(bench: Bench, most: int) -> Iterator[None]:
     """No process of the daemon takes more than `most` bytes besides what it has, not even for a moment."""
-    status = house.status()
-    pids = [house.daemon.process.pid, *(worker["pid"] for worker in status["workers"])]
+    status = bench.status()
+    pids = [bench.daemon.process.pid, *(worker["pid"] for worker in status["workers"])]
     before = [psutil.Process(pid).memory_info().rss for pid in pids]
     for pid in pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")     # the peak starts anew

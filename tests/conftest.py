@@ -1,4 +1,4 @@
-"""Fixtures that cost something once: checkpoints of the three families."""
+"""Session-wide fixtures: checkpoints of the three families."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.tables"]
 
-# No time limits on examples: a busy machine is no bug.  CI looks at the same examples each time, so that a
-# change is judged by itself; at home every run looks at new ones.
+# No time limits on examples: a busy machine is no bug.  CI runs the same examples each time, so that results depend on
+# the change alone; elsewhere every run has new ones.
 settings.register_profile("epdd", deadline=None, suppress_health_check=[HealthCheck.too_slow],
                           derandomize="CI" in os.environ)
 settings.load_profile("epdd")
 
-# A shell lets what it starts in the background ignore Ctrl-C, and the programs that tests send it would inherit that.
+# Background jobs of a shell ignore Ctrl-C, and the programs that tests send it to would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What workers remember of this machine is not for its users.
+# Workers' remembered measurements of this machine are for the tests only.
 _cache = tempfile.TemporaryDirectory(prefix="epdd-cache-")
 os.environ["CACHE_DIRECTORY"] = _cache.name
 
@@ -46,6 +46,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Where several processes share the files, the longest come first: else all would wait for the last of them.
+    # If several processes share the files, the longest come first: else all wait for the last of them.
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("takes")), default=0))

@@ -1,1 +1,1 @@
-"""What lies in a model folder, looked at without torch."""
+"""Checks of a model folder without torch."""

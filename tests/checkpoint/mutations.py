@@ -1,4 +1,4 @@
-"""Random damage to a checkpoint's folder, and whether what is served of it answers as transformers does."""
+"""Random damage to a checkpoint's folder; if it is served, it must answer as transformers does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PICTURE = checkpoints.picture(90, 60, 3)
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
-    """Do one random thing to the folder; in words, what."""
+    """Damage the folder at random once; returns a description."""
     kinds = [_file, _file, _key, _key, _key, _tensor, _tensor]
     return rng.choice(kinds)(folder, rng)
 
@@ -58,7 +58,7 @@ def _key(folder: Path, rng: random.Random) -> str:
     path = rng.choice([path for path in sorted(folder.glob("*.json")) if path.name != "tokenizer.json"])
     whole = json.loads(path.read_text())
     part, where = whole, path.name
-    # Half the time a level deeper, where the sizes are.
+    # Half of the time one level deeper, where the sizes are.
     inner = [key for key, value in whole.items() if isinstance(value, dict) and value]
     while inner and rng.random() < 0.7:
         key = rng.choice(inner)
@@ -99,7 +99,7 @@ def _tensor(folder: Path, rng: random.Random) -> str:
 
 
 class Served:
-    """What epdd answers from a folder that passed the look: tokens of a prompt with a picture, by both halves."""
+    """epdd's answer from a folder that passed the check: tokens for a prompt with a picture, by both halves."""
 
     def __init__(self, found: Look) -> None:
         self._found, self._family = found, found.family
@@ -112,7 +112,7 @@ class Served:
         return asyncio.run(maker.make(conversation, [image], self._family.max_model_len)).tokens
 
     def answer(self, prompt: list[int]) -> list[int]:
-        """Greedy, end tokens counted as any other."""
+        """Greedy; end tokens do not end the answer."""
         mapping = arena.Mapping(arena.create(pd.ARENA_BYTES), pd.ARENA_BYTES)
         sent: list[wire.FromWorker] = []
         grid = self._grid()
@@ -140,7 +140,7 @@ class Served:
 
 
 class Truth:
-    """What transformers answers from the same folder; from the whole one where it cannot read a part of this."""
+    """transformers' answer from the same folder, or from the undamaged one if it cannot read a part of this."""
 
     def __init__(self, folder: Path, whole: Path) -> None:
         self._folder, self._whole = folder, whole

@@ -1,4 +1,4 @@
-"""The tensors that are expected of a folder, against the ones that transformers' own model classes have."""
+"""The expected tensors of a folder against those of transformers' model classes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from epdd.checkpoint import expected, model_config
 from epdd.errors import ModelError
 from epdd.families.files import Fields
 
-HUB = {     # as their makers publish them: what is left out has a default
+HUB = {     # as published: missing fields have defaults
     "qwen2_vl": {
         "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28,
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6,

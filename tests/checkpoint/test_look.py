@@ -1,4 +1,4 @@
-"""Folders as people have them: what the look says of each, and that it reads little."""
+"""Real-life model folders: the result of the check for each, and that it reads little."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_facts_of_a_whole_folder(checkpoint: Callable[..., str], family: str
 def test_a_hundred_shards_are_judged_by_their_headers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
-    # Large enough that reading weights would show: a gigabyte that no disk holds.
+    # Large enough that reading weights would show: a sparse gigabyte.
     edit(folder / "config.json", text_config__vocab_size=4_000_000)
     spread: dict[str, str] = {}
     for i in range(100):
@@ -216,7 +216,7 @@ def test_where_no_type_is_named_it_is_that_of_the_weights(checkpoint: Callable[.
         edit(folder / "config.json", dtype=None, text_config__dtype=None, vision_config__dtype=None)
         if value:
             edit(folder / "config.json", **{key: value, f"text_config__{key}": value, f"vision_config__{key}": value})
-        # A few numbers of another type do not decide.
+        # A few tensors of another type do not decide.
         store(folder, lambda t: t.update({name: tensor.float() for name, tensor in t.items() if "norm" in name}))
         found = looks.look(str(folder))
         assert found.dtype == found.family.stored == stored

@@ -1,4 +1,4 @@
-"""Two hundred damaged checkpoints: each is served with transformers' tokens, or refused at the look."""
+"""Two hundred damaged checkpoints: each is served with transformers' tokens, or refused by the check."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from epdd.errors import ModelError
 from tests.checkpoint.mutations import Served, Truth, mutate
 
 COUNT = 200
-LOOK_S = 2.0        # of CPU time, which a busy machine does not stretch
+LOOK_S = 2.0        # seconds of CPU time, which other load does not change
 NAMES = ("config.json", "safetensors", "tokenizer.json", "chat_template.jinja", "chat_template.json")
 
 
 def newest(whole: Path, folder: Path) -> Path:
-    """A copy as transformers 5 writes a processor: one file, with all that it knows."""
+    """A copy with the single processor file of transformers 5."""
     shutil.copytree(whole, folder)
     image = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").unlink()
@@ -34,7 +34,7 @@ def newest(whole: Path, folder: Path) -> Path:
 
 
 def check(folder: Path, whole: Path) -> str:
-    """What became of one: "refused", or "served"."""
+    """"refused" or "served"."""
     began = time.process_time()
     try:
         found = looks.look(str(folder))
@@ -68,4 +68,4 @@ def test_each_is_served_rightly_or_refused_by_name(checkpoint: Callable[..., str
         except Exception as error:
             raise AssertionError(f"seed {seed}: {what}: {error}") from error
         shutil.rmtree(folder)
-    assert min(ends["served"], ends["refused"]) > COUNT // 5, ends      # else it shows little
+    assert min(ends["served"], ends["refused"]) > COUNT // 5, ends      # else the test proves little

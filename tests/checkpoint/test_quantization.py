@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are served, and how all others are refused: by headers alone, each in one sentence."""
+"""Which quantised checkpoints are served, and the one sentence that refuses each other one, by headers alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_one_sentence_says_what_was_meant(capsys, arguments, code, told):
 @pytest.mark.parametrize("module, when", [
     ("tomllib", "True"), ("sitecustomize", "sys.orig_argv[1:3] == ['-m', 'epdd']")])
 def test_an_early_ctrl_c_shows_no_traceback(tmp_path, module, when):
-    """While the command is imported, and while the interpreter starts that is to be the daemon."""
+    """During the command's import, and during the start of the daemon's interpreter."""
     (tmp_path / f"{module}.py").write_text(
         f"import os, signal, sys\nif {when}:\n    os.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])

@@ -1,4 +1,4 @@
-"""One demo-model daemon for all clients, and what the demo model's true answers are."""
+"""One demo-model daemon for all clients, and the demo model's right answers."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.e2e.daemon import ROOT, data_url, running
 SAMPLES = ROOT / "epdd" / "demo" / "samples"
 CLIENT_S = 180
 
-# LiteLLM would fetch its list of prices from the Internet.
+# Else LiteLLM fetches its list of prices from the Internet.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 
@@ -29,7 +29,7 @@ def daemon():
 
 @pytest.fixture(autouse=True)
 def undisturbed(daemon):
-    """Whatever a client does, the same workers are there after it, holding nothing."""
+    """After each client the same workers run, and hold nothing."""
     before = daemon.at_rest()
     yield
     after = daemon.at_rest()
@@ -38,7 +38,7 @@ def undisturbed(daemon):
 
 @pytest.fixture(scope="package")
 def facts(daemon):
-    """What a client's program reads from its standard input: where to ask what, and the only right answer."""
+    """The standard input of a client's program: URL, question and the right answer."""
     return {
         "url": daemon.url("/v1"), "model": "epdd-demo",
         "image": picture("red-circle.png"), "question": "What colour is the circle?", "answer": "red",
@@ -54,7 +54,7 @@ def facts(daemon):
 
 @pytest.fixture
 def run(facts):
-    """`run(program, *arguments, **facts)`: a client's program must end well; returns what it printed."""
+    """`run(program, *arguments, **facts)`: runs a client's program, which must succeed; returns its output."""
     def run(*command, **others):
         command = list(map(str, command))
         ended = subprocess.run(command, input=json.dumps(facts | others), capture_output=True, text=True,
@@ -66,7 +66,7 @@ def run(facts):
 
 @pytest.fixture
 def installed():
-    """`installed(name)`: the folder of a client's environment; the test is skipped where there is none."""
+    """`installed(name)`: the folder of a client's environment; skips the test if there is none."""
     def installed(name):
         try:
             return venvs.found(name)

@@ -18,7 +18,7 @@ REQUESTS, TOKENS, IMAGES = 6, 24, 2
 
 
 def measured(command, tmp_path):
-    # Offline, aiperf takes a tokenizer's folder for a name in the hub's cache.
+    # Offline, aiperf treats a tokenizer's folder as a name in the hub's cache.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment["PYTHONPATH"] = str(ROOT)
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=180, cwd=tmp_path,
@@ -47,7 +47,7 @@ def test_aiperf(installed, daemon, tmp_path):
 
 
 def test_bench_serve(installed, daemon, tmp_path):
-    """tools/bench/serving/serve.py, which drives aiperf: one server, one rate, then the table of what was measured."""
+    """tools/bench/serving/serve.py, which runs aiperf: one server, one rate, then the table of results."""
     program = [sys.executable, "-m", "tools.bench.serving.serve"]
     measured([
         *program, "run", "--aiperf", installed("aiperf") / "bin" / "aiperf", "--url", daemon.url(""),
@@ -105,7 +105,7 @@ def test_the_pattern_of_sglang_bench_serving(daemon, facts):
         async with aiohttp.ClientSession() as session:
             return await asyncio.gather(*(streamed(session) for _ in range(REQUESTS)))
 
-    # It counts the length that it asked for as produced, so the daemon must not stop before.
+    # It counts the requested length as produced, so the daemon must not stop earlier.
     status, whole = daemon.post(body | {"stream": False})
     assert status == 200 and whole["usage"]["completion_tokens"] == TOKENS
     content = whole["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""Clients as they are, each in its own environment, against the real daemon."""
+"""Unmodified clients, each in its own environment, against the real daemon."""
 
 import os
 import secrets

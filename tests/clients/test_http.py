@@ -1,4 +1,4 @@
-"""Bodies as curl sends them, and nginx between a client and the daemon."""
+"""curl's bodies, and nginx between a client and the daemon."""
 
 import http.client
 import io
@@ -40,7 +40,7 @@ def answer_of(body):
 
 
 def curl(url, *options, body=b""):
-    """(body, what -v says) of a POST."""
+    """(body, output of -v) of a POST."""
     if not shutil.which("curl"):
         pytest.skip("curl is missing")
     ended = subprocess.run(["curl", "-sSv", "--max-time", "60", "-H", "Content-Type: application/json", *options, url],
@@ -83,7 +83,7 @@ def test_curl_reads_a_stream(daemon, facts):
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == facts["answer"]
 
 
-# As packaged, with a limit on bodies; /direct/ passes them on while they come instead of collecting them first.
+# As packaged, with a limit on bodies; /direct/ passes bodies on without collecting them.
 NGINX = """
 daemon off;
 worker_processes 1;
@@ -129,7 +129,7 @@ def test_openai_python_behind_nginx(run, nginx):
 
 
 def test_a_stream_passes_nginx_as_it_is_made(daemon, nginx):
-    """Events are here while the request runs on, and leaving it ends the request."""
+    """Events arrive while the request runs, and leaving ends the request."""
     with first_events(nginx, "/v1/chat/completions", 4000) as events:
         assert events[0]["choices"][0]["delta"]["role"] == "assistant"
         assert daemon.status()["requests"]["running"] == 1

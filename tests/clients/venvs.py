@@ -1,7 +1,7 @@
 """Each client in an environment of its own, with the versions pinned beside this file: `make clients`.
 
-They lie in EPDD_CLIENTS, or in build/clients, named after what is in them, and are made once.  Tests use what is
-there and skip the rest: whoever only runs `make test` downloads no benchmark clients.  Standard library only.
+They lie in EPDD_CLIENTS, or in build/clients, with names made from their contents, and are made once.  Tests of missing
+clients are skipped, so `make test` downloads no clients.  Standard library only.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ def place(name):
 
 
 def found(name):
-    """The folder of a client that has been installed, once an installation under way is over.  Raises Unavailable."""
+    """The folder of an installed client; waits for a running installation.  Raises Unavailable."""
     folder = place(name)
     if cache().exists():
         with _locked(fcntl.LOCK_SH):
@@ -49,7 +49,7 @@ def found(name):
 
 
 def install(name):
-    """Make the environment where it is missing.  Raises Unavailable with the installer's last words."""
+    """Make the environment if it is missing.  Raises Unavailable with the end of the installer's output."""
     folder = place(name)
     if (folder / "complete").exists():
         return

@@ -16,7 +16,7 @@ from tests.ctl.snapshot import snapshot
 
 
 class FakeDaemon(socketserver.ThreadingUnixStreamServer):
-    """Replies with `answers[verb]`, a value or an exception's text; keeps what it was asked."""
+    """Replies with `answers[verb]`, a value or an exception's text; records the requests."""
 
     daemon_threads = True
 

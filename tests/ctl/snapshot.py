@@ -1,4 +1,4 @@
-"""A status as the daemon gives it, for tests of what shows it."""
+"""A daemon's status, for tests of its display."""
 
 from __future__ import annotations
 

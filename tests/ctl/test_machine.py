@@ -102,7 +102,7 @@ def test_a_machine_that_no_plan_fits_is_drawn_all_the_same(capsys, file):
 
 
 def test_the_running_daemon_says_where_its_workers_are(capsys, tmp_path):
-    """Whatever a plan would say: one is in the wrong place, one is not bound, one has no CPUs yet."""
+    """Not the plan's: one worker is in the wrong place, one is not bound, one has no CPUs yet."""
     workers = [worker("encoder/7", cpus=[0], numa_node=None, state="DRAINING"), worker("pd/3", cpus=[99]),
                worker("pd/4", cpus=None, state="STARTING")]
     with FakeDaemon(tmp_path / "admin-1.sock", {"status": snapshot(workers=workers)}) as daemon:

@@ -164,7 +164,7 @@ def test_chat_with_a_missing_file(daemon, api, capsys):
 
 
 def test_status_is_light(daemon):
-    """A person waits for it, and scripts call it often."""
+    """Users wait for it, and scripts call it often."""
     code = ("import sys; from epdd.ctl.main import main; main(sys.argv[1:]); "
             "print(sorted({'torch', 'transformers', 'rich', 'msgspec', 'aiohttp'} & set(sys.modules)))")
     out = subprocess.run([sys.executable, "-c", code, "--socket", daemon.server_address, "status"],

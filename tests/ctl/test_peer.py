@@ -1,4 +1,4 @@
-"""Other users of the machine: neither epdctl nor the daemon takes their folders, sockets and listeners for its own."""
+"""Other users of the machine: epdctl and the daemon do not trust their folders, sockets and listeners."""
 
 import json
 import os
@@ -23,9 +23,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be anothe
 
 @contextmanager
 def stranger(listener, answer=b""):
-    """Another user listens; yields a function that ends it and returns what it was sent.
+    """Another user listens; yields a function that ends it and returns the bytes it got.
 
-    `listener()` makes its socket once it is that user.
+    `listener()` makes its socket, as that user.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -40,7 +40,7 @@ def stranger(listener, answer=b""):
                 while True:
                     taken, _ = sock.accept()
                     os.write(write, taken.recv(1 << 16))
-                    with suppress(OSError):     # it has gone without a word
+                    with suppress(OSError):     # it has ended without output
                         taken.sendall(answer)
         finally:
             os._exit(1)

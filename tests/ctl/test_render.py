@@ -41,7 +41,7 @@ rate      3250 tokens/s, 46.7 images/s
 
 
 def test_before_anything_is_known():
-    """Right after the start: no worker is up, nothing was measured."""
+    """Right after the start: no worker is ready, nothing is measured."""
     blank = snapshot(state="starting", why=[], workers=[worker("pd/0", state="GONE", cpus=None, pid=None,
                                                                rss_bytes=None, in_flight=None)])
     blank["router"] |= {"ratio": None, "ratio_source": "none", "budget_cpu": None}

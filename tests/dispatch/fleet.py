@@ -21,7 +21,7 @@ from epdd.settings.config import Config
 from epdd.wire import Done, Sampling, Tokens, WorkerSpec
 from tests.fleet.fake_worker import fingerprint
 
-GUARD_S = 400       # a hang: what takes a second has taken more than one minute on a busy machine
+GUARD_S = 400       # a hang: a second's work has taken over a minute on a busy machine
 ROWS = 16
 FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
                    max_model_len=4096, vocab=1000, eos_ids=(0,))
@@ -38,7 +38,7 @@ class Fleet:
     history: History
 
     async def ready(self, *names):
-        """Until these workers (all of them, if none is named) are READY."""
+        """Wait until these workers (all, if none is named) are READY."""
         wanted = names or [worker.name for worker in self.supervisor.workers]
         async with asyncio.timeout(GUARD_S):
             while not all(self.supervisor.find(name).state is State.READY for name in wanted):
@@ -61,7 +61,7 @@ class Fleet:
         return self.encoding.router.replicas.by_name[name].held
 
     async def at_rest(self):
-        """Until nothing is in flight; then every counter must be at its start."""
+        """Wait until nothing is in flight; then every counter must be at its start."""
         async with asyncio.timeout(GUARD_S):
             while any(worker.in_flight for worker in self.supervisor.workers):
                 await asyncio.sleep(0.01)
@@ -76,9 +76,9 @@ class Fleet:
 @asynccontextmanager
 async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, config=Config(), devices={}, peers=(),
                   **manners):
-    """Start the fleet and wait for it unless manners say it cannot come up.
+    """Start the fleet and wait for it, unless its behaviour keeps it from starting.
 
-    `devices`: by name, of the workers that are not on CPUs; `peers`: whose GPU memory prefill-decode workers can open.
+    `devices`: name -> device, of workers not on CPUs; `peers`: GPUs whose memory prefill-decode workers can open.
     """
     names = [("encoder", i) for i in range(encoders)] + [("pd", i) for i in range(pds)]
     specs = [WorkerSpec(f"{role}/{i}", role, devices.get(f"{role}/{i}", "cpu"), (), None, 1, json.dumps(manners),
@@ -112,5 +112,5 @@ def request(name, *images, max_tokens=3, **more):
 
 
 def expected(*images, max_tokens=3):
-    """What the fake PD worker answers: it read these images' embeddings, in this order."""
+    """The fake PD worker's answer after reading these images' embeddings in this order."""
     return [*map(fingerprint, images), 4 + len(images) * (ROWS + 2), *range(1, max_tokens), "end"]

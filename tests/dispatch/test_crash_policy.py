@@ -1,4 +1,4 @@
-"""What is remembered of content that killed workers, and for how long."""
+"""Content that crashed workers is remembered for the right time."""
 
 import asyncio
 from dataclasses import replace

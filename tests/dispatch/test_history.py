@@ -1,4 +1,4 @@
-"""What `epdctl explain` tells: every decision as it was taken, for each request that depends on it."""
+"""The data of `epdctl explain`: every decision, for each request that depends on it."""
 
 import asyncio
 import os
@@ -135,7 +135,7 @@ def test_ids():
 
 
 def test_memory_is_bounded():
-    """Full of the worst that the default settings let in: each image encoded, with a long reason."""
+    """Filled with the largest requests of the default settings: each image encoded, with a long reason."""
     history = History()
     tracemalloc.start()
     for i in range(REQUESTS_MAX + 100):

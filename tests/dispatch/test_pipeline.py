@@ -365,7 +365,7 @@ async def test_a_request_lost_before_its_first_token_is_placed_again():
 
 
 async def killed_while_it_answers(fleet, ask, times=1):
-    """All that `ask` says; its PD worker is killed so often when all its choices have begun."""
+    """The events of `ask`; its PD worker is killed `times` times, each time once all choices have begun."""
     seen, begun = [], set()
     async for index, event in fleet.pipeline.run(ask):
         seen.append((index, event))
@@ -501,7 +501,7 @@ async def test_a_pd_worker_that_only_decodes_is_chosen_before_one_with_a_prompt_
 
 
 async def test_a_second_question_goes_where_the_first_one_was():
-    """Unless that worker has more to do than the beginning is long; a worker that comes back knows nothing."""
+    """Unless that worker has more to do than the beginning is long; a restarted worker has no cache."""
     pictures = [b"%d" % i for i in range(8)]
     async with running(pds=2, token_s=0.05) as fleet:
         done = {worker.name: worker for worker in fleet.supervisor.role("pd")}

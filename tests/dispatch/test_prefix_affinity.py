@@ -1,4 +1,4 @@
-"""What a worker is taken to know of a prompt, against the longest common beginning found by comparing."""
+"""The assumed cached prefix of a prompt in a worker, against the longest common beginning by comparison."""
 
 from types import SimpleNamespace
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-START_S = 400       # a hang: torch and transformers are imported once, which has taken two minutes on a busy machine
+START_S = 400       # a hang: the import of torch and transformers has taken two minutes on a busy machine
 
 
 class Daemon:
@@ -42,7 +42,7 @@ class Daemon:
         return next(worker for worker in self.status()["workers"] if worker["name"] == name)
 
     def wait(self, condition, seconds=START_S):
-        """Poll until `condition(status)` holds; the log is shown when it does not come true."""
+        """Poll until `condition(status)` holds; shows the log if it does not."""
         end, last = time.monotonic() + seconds, None
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -57,7 +57,7 @@ class Daemon:
         raise AssertionError(f"not true after {seconds} s: {last}\n{self.log()}")
 
     def listening(self):
-        """Until the API answers; workers may still be loading."""
+        """Wait until the API answers; workers may still be loading."""
         self.port = self.wait(lambda status: status["listen"]["port"])["listen"]["port"]
         return self
 
@@ -67,14 +67,14 @@ class Daemon:
 
     @contextmanager
     def healing(self):
-        """Around a fault and what comes of it; prints how long it was until all workers were READY again."""
+        """Around a fault and its effects; prints the seconds until all workers are READY again."""
         began = time.monotonic()
         yield
         self.ready()
         print(f"READY again after {time.monotonic() - began:.1f} s")
 
     def at_rest(self):
-        """Until nothing is running; returns the numbers that must be back at their start."""
+        """Wait until nothing runs; returns the numbers that must be back at their start."""
         idle = self.wait(lambda s: s["requests"]["running"] == 0 and s["router"]["queue_jobs"] == 0 and all(
             w["in_flight"] == 0 and w["running"] == 0 and w["waiting"] == 0 and not w["kv_used"]
             for w in s["workers"]))

@@ -1,4 +1,4 @@
-"""The daemon as its users meet it: start, health, truth about pictures, faults, bad input, leaks, stop."""
+"""The daemon as users see it: start, health, right answers about pictures, faults, bad input, leaks, stop."""
 
 import asyncio
 import io

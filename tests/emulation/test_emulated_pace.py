@@ -1,4 +1,4 @@
-"""How much of the work each encoder does, which one is slow, and settings of the router that change under load."""
+"""Each encoder's share of the work, slow encoders, and router settings that change under load."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ async def test_shares_are_of_the_patches_encoded():
         done = [worker.done for worker in fleet.supervisor.role("encoder")]
         assert shares(fleet) == [pytest.approx(count / 16, abs=0.01) for count in done]
         assert sum(shares(fleet)) == pytest.approx(1)
-        await fleet.ask(request("again", b"1"))         # from the cache: nobody's work
+        await fleet.ask(request("again", b"1"))         # from the cache: no encoder's work
         assert [worker.done for worker in fleet.supervisor.role("encoder")] == done
 
 

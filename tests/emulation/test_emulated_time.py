@@ -30,7 +30,7 @@ def test_services_follow_each_other_exactly(jobs):
 
 @given(JOBS, st.lists(st.floats(0, 1), min_size=40, max_size=40))
 def test_wake_up_latencies_do_not_add_up(jobs, latencies):
-    """Work there from the start ends when the sum of its times says, however late the process noticed each end."""
+    """A series of works ends after the sum of its times, however late the process woke up for each."""
     timeline, total = Timeline(encoders(), "x"), 0.0
     for (_, seconds), latency in zip(jobs, latencies):
         noticed = timeline.end + latency

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are recognised as the same, or as others."""
+"""A checkpoint's files are recognised as the same or as different."""
 
 import os
 import shutil

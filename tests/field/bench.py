@@ -1,4 +1,4 @@
-"""A running daemon as cases talk to it, and what must hold after each of them, whatever it did."""
+"""A running daemon with the calls that cases make on it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.field.cases import pictures
 from tests.field.web import Host
 
 CHAT = "/v1/chat/completions"
-SETTLE_S = 60.0         # a hang: everything is back where it was in less than a second on an idle machine
-GAP_S = 2.0             # longest pause of a stream that has nothing to do with the case
+SETTLE_S = 60.0         # a hang: on an idle machine everything is back in less than a second
+GAP_S = 2.0             # longest pause of an unrelated stream
 ANSWER_BYTES_MAX = LOG_BYTES_MAX = 4096
 LEAKS = re.compile(r"Traceback|\.py\b|site-packages|/(?:usr|home|tmp|root|proc|opt)/|0x[0-9a-f]{6,}|127\.0\.0\.1"
                    r"|::1|localhost|[A-Za-z0-9+/]{200}")
 BASE64 = re.compile(r"[A-Za-z0-9+/]{200}")
-FAR = 0.05              # between views of pictures that differ; rounding stays below a hundredth of it
+FAR = 0.05              # least distance between views of different pictures; rounding stays below a hundredth of it
 NEAR = 0.005
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as it came."""
+    """An answer as received."""
 
     status: int
     headers: dict[str, str]
@@ -82,7 +82,7 @@ class Reply:
 
 
 def content(*parts: Any) -> list[Any]:
-    """Parts of a message: text, an image file's bytes, or a part as it is."""
+    """Parts of a message: text, an image file's bytes, or a ready part."""
     return [{"type": "text", "text": part} if isinstance(part, str) else
             pictures.part(part) if isinstance(part, bytes) else part for part in parts]
 
@@ -93,12 +93,12 @@ def asking(*parts: Any, **fields: Any) -> dict[str, Any]:
 
 
 class Bench:
-    """The daemon, where it can get images from, by http: and by file:, and all error answers of the case."""
+    """The daemon, its image sources by http: and file:, and all error answers of the case."""
 
     def __init__(self, daemon: Daemon, host: Host, folder: Path, http: aiohttp.ClientSession) -> None:
         self.daemon, self.host, self.folder, self.http = daemon, host, folder, http
         self.errors: list[Reply] = []
-        self.ready_s: float | None = None       # from a fault until all workers were READY again, if the case times it
+        self.ready_s: float | None = None       # seconds from a fault to READY, if the case measures it
 
     # --- asking
 
@@ -125,11 +125,11 @@ class Bench:
             return Reply(answer.status, dict(answer.headers), await answer.text(), time.monotonic() - start)
 
     async def answers(self, *parts: Any, **fields: Any) -> str:
-        """What it says; the request must succeed."""
+        """The answer's text; the request must succeed."""
         return (await self.ask(*parts, **fields)).said
 
     async def refused(self, code: str | None, *parts: Any, status: int = 400, **fields: Any) -> Reply:
-        """The request must be the client's fault, of this code; streams too, and before their header."""
+        """The request must be refused with this code; streams too, before their header."""
         for stream in (False, True):
             reply = await self.ask(*parts, stream=stream, **fields)
             assert reply.status == status, reply.text
@@ -138,7 +138,7 @@ class Bench:
         return reply
 
     async def view(self, *images: Any, question: str = "Describe the image.") -> tuple[int, dict[str, float]]:
-        """How the model sees images: prompt tokens, and the log-probabilities of the answer's first token."""
+        """The model's view of images: prompt tokens, and the log-probabilities of the answer's first token."""
         reply = await self.ask(*images, question, max_tokens=1, logprobs=True, top_logprobs=20)
         assert reply.status == 200, reply.text
         first = reply.body["choices"][0]["logprobs"]["content"][0]
@@ -153,12 +153,12 @@ class Bench:
             assert tokens == tokens_too and distance(seen, seen_too) < NEAR, distance(seen, seen_too)
 
     async def other_view(self, one: Any, other: Any) -> None:
-        """The two must look different: the mistake that a case is about would be seen."""
+        """Both must look different, so that the case's fault would show."""
         assert distance((await self.view(one))[1], (await self.view(other))[1]) > FAR
 
     @asynccontextmanager
     async def stream(self, *parts: Any, **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer being streamed; the client leaves with the block."""
+        """A stream; the client leaves at the block's end."""
         body = asking(*parts, **{"stream": True, "ignore_eos": True, "max_tokens": 6000} | fields)
         async with self.http.post(self.daemon.url(CHAT), json=body) as answer:
             yield answer
@@ -184,7 +184,7 @@ class Bench:
 
     @asynccontextmanager
     async def healing(self) -> AsyncIterator[None]:
-        """Around a fault and what comes of it: until all is READY again."""
+        """Around a fault and its effects; waits until all workers are READY again."""
         began = time.monotonic()
         yield
         await self.ready()
@@ -192,7 +192,7 @@ class Bench:
 
     @asynccontextmanager
     async def frozen(self, *names: str) -> AsyncIterator[None]:
-        """These workers stand still: alive, and not moving."""
+        """Stop these workers with SIGSTOP."""
         pids = [self.worker(name)["pid"] for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -204,7 +204,7 @@ class Bench:
                     os.kill(pid, signal.SIGCONT)
 
     def kill(self, name: str) -> int:
-        """SIGKILL; returns the pid that was."""
+        """SIGKILL; returns the old pid."""
         pid = self.worker(name)["pid"]
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -212,12 +212,12 @@ class Bench:
 
 @contextmanager
 def little_memory(bench: Bench, most: int) -> Iterator[None]:
-    """No process of the daemon takes more than `most` bytes besides what it has, not even for a moment."""
+    """No process of the daemon's memory may grow by more than `most` bytes, even for a moment."""
     status = bench.status()
     pids = [bench.daemon.process.pid, *(worker["pid"] for worker in status["workers"])]
     before = [psutil.Process(pid).memory_info().rss for pid in pids]
     for pid in pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")     # the peak starts anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")     # reset the peak
     yield
     for pid, had in zip(pids, before):
         peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -225,6 +225,6 @@ def little_memory(bench: Bench, most: int) -> Iterator[None]:
 
 
 def distance(one: dict[str, float], other: dict[str, float]) -> float:
-    """Between two views: the largest difference of any token that both name, or of the least likely that one names."""
+    """Between two views: the largest difference over tokens in both, or against the least likely of one."""
     least = max(min(one.values()), min(other.values()))
     return max(abs(max(one.get(key, least), least) - max(other.get(key, least), least)) for key in one | other)

@@ -12,14 +12,14 @@ from tests.e2e.daemon import Daemon, running
 from tests.field import web
 from tests.field.table import Case
 
-# By the name that a case asks for.  The shared daemon serves nearly all.
+# Name -> settings.  Nearly all cases use the shared daemon.
 SETTINGS: dict[str, dict[str, object]] = {
     "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 4, "fleet__stall_s": 5},
-    # Little of everything, and images from public addresses, as is the default.
+    # Low limits, and images from public addresses, which is the default.
     "small": {"encoder__workers": 1, "model__max_model_len": 128, "arena__bytes": 40 << 10,
               "server__max_body_bytes": 8 << 20,
               "server__max_requests": 16},
-    # Long enough for a client of a busy machine to say what it wants.
+    # Long enough for a client on a busy machine to send its request.
     "impatient": {"encoder__workers": 1, "server__head_timeout_s": 3, "server__body_timeout_s": 3},
     "text": {"encoder__workers": 1, "media__max_images": 0},
     # One GPU, which is a fake, shared by an encoder and a prefill-decode worker.

@@ -1,4 +1,4 @@
-"""The daemon with a GPU that is not there: its workers run on tests.worker.fake_cuda, and fail when a file says so.
+"""The daemon with a fake GPU: its workers run on tests.worker.fake_cuda, and fail when a file says so.
 
 Files in the folder of the admin socket: `oom` and `assert` hold a letter for each of the encoder's next waits for the
 GPU, of which "x" raises that; `lost` makes the driver find the GPU gone.

@@ -1,4 +1,4 @@
-"""A worker of gpu_daemon.py: the real one, on a device that is not there."""
+"""A worker of gpu_daemon.py: the real one, on a fake device."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What must hold after every case, whatever it did."""
+"""Checks after every case."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.field.table import Case
 NEIGHBOUR = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 80,
              "ignore_eos": True, "stream": True}
 GREETING = "Hello! I can name colours and shapes"
-CASE_S = 400.0              # a hang: a case that waits for what never comes
-RESIDENT_SHARE = 0.05       # how much larger anybody may be after the repetitions
-RESIDENT_FLOOR = 4 << 20    # bytes: of a daemon of 60 MB, pages of the allocator more or less
+CASE_S = 400.0              # a hang
+RESIDENT_SHARE = 0.05       # allowed growth of a process over the repetitions
+RESIDENT_FLOOR = 4 << 20    # bytes of allocator noise in a daemon of 60 MB
 
 
 def kept_waiting(*pids: int) -> float:
-    """Seconds in which threads of these processes were ready to run and got no CPU, since they began."""
+    """Seconds in which runnable threads of these processes had no CPU, since their start."""
     waited = 0
     for pid in pids:
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -34,9 +34,9 @@ def kept_waiting(*pids: int) -> float:
 
 
 class Neighbour:
-    """Somebody else's streams, one after the other, while the case runs.
+    """Another client's streams, one after the other, while the case runs.
 
-    A pause counts without the time for which a busy machine gave no CPU to those who make the stream.
+    A pause counts without the time in which the processes that make the stream had no CPU.
     """
 
     def __init__(self, bench: Bench, expected: str) -> None:
@@ -57,7 +57,7 @@ class Neighbour:
         async with self._bench.http.post(self._bench.daemon.url("/v1/chat/completions"), json=NEIGHBOUR) as answer:
             async for line in answer.content:
                 now, waits = time.monotonic(), kept_waiting(*pids)
-                # Its first token waits behind those who came before it.
+                # Its first token waits for earlier requests.
                 self._gap = max(self._gap, now - last - max(0.0, waits - waited) if last else 0.0)
                 last, waited = now, waits
                 lines.append(line)
@@ -84,7 +84,7 @@ async def at_rest(bench: Bench) -> dict[str, Any]:
     status = await bench.until(idle, SETTLE_S)
     daemon = psutil.Process(bench.daemon.process.pid)
     children = daemon.children(recursive=True)
-    # Started by the first request with a grammar, whenever that comes; it costs the daemon a pipe each way.
+    # The first request with a grammar starts it, with two pipes.
     checkers = sum("epdd.grammar" in " ".join(child.cmdline()) for child in children)
     return {"i_cpu": status["router"]["i_cpu"], "held": await held(bench),
             "fds": daemon.num_fds() - 2 * checkers, "children": len(children) - checkers,
@@ -99,7 +99,7 @@ async def held(bench: Bench) -> float:
 
 
 async def settled(bench: Bench, case: Case, before: dict[str, Any]) -> dict[str, Any]:
-    """Everything is back at its start within SETTLE_S, but for the pids of what the case kills; the numbers now."""
+    """Everything is back at its start within SETTLE_S, except pids of killed workers; returns the numbers."""
     if case.kills:
         await bench.ready()
     end = time.monotonic() + SETTLE_S
@@ -118,14 +118,14 @@ async def settled(bench: Bench, case: Case, before: dict[str, Any]) -> dict[str,
 
 
 async def served(bench: Bench, sees: bool) -> None:
-    """The daemon still answers, and truly."""
+    """The daemon still answers, and rightly."""
     assert (await bench.answers("Hello")).startswith(GREETING)
     if sees:
         assert await bench.answers(pictures.circle("red", 64), "What colour is the circle?") == "red"
 
 
 def errors_clean(bench: Bench) -> None:
-    """No answer tells anything of the inside, or repeats what was sent."""
+    """No answer reveals internals or repeats the request."""
     for reply in bench.errors:
         assert reply.headers["Content-Type"].startswith("application/json")
         error = reply.error
@@ -138,12 +138,12 @@ def errors_clean(bench: Bench) -> None:
 
 
 def log_clean(bench: Bench, text: str) -> None:
-    """Our own faults are named by their request; nothing in the log is long, or holds an image."""
+    """The daemon's own faults are logged with their request; no log line is long or holds an image."""
     for line in text.splitlines():
         assert len(line) < LOG_BYTES_MAX and not BASE64.search(line), line[:500]
     assert "Traceback" not in text, text[-4000:]
     for reply in bench.errors:
-        # What is the client's fault, and a full bench, is counted and not logged.
+        # Clients' faults and overload are counted and not logged.
         if reply.status >= 500 and reply.error["code"] not in ("no_worker", "arena_full", "unavailable"):
             assert any(reply.id in line for line in text.splitlines() if " ERROR " in line), reply.text
 
@@ -154,7 +154,7 @@ def resident(bench: Bench) -> dict[str, int]:
 
 
 async def repeated(bench: Bench, case: Case) -> None:
-    """Nobody grows by repeating the case; the first runs do not count."""
+    """No process grows over repetitions of the case; the first runs do not count."""
     assert case.drill is not None
     for _ in range(max(5, case.repeats // 5)):
         await case.drill(bench)
@@ -167,12 +167,12 @@ async def repeated(bench: Bench, case: Case) -> None:
 
 
 async def judge(bench: Bench, case: Case, before: dict[str, Any], neighbour_text: str, sees: bool) -> dict[str, Any]:
-    """Run the case and ask everything.  Numbers at rest: `before` it, and as they are after it."""
+    """Run the case and all checks.  Returns the numbers at rest after it; `before`: those before it."""
     assert case.drill is not None
     log = bench.daemon.folder / "log"
     log_start = log.stat().st_size
     neighbour = Neighbour(bench, neighbour_text)
-    # A stream breaks with its worker: then nobody is beside the case.
+    # A stream ends with its worker: then the case runs without a neighbour.
     beside = None if "pd/0" in case.kills else asyncio.create_task(neighbour.run())
     try:
         async with asyncio.timeout(CASE_S):

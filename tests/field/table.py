@@ -1,7 +1,7 @@
 """The table of field cases: faults that broke other servers of this kind, each as one row.
 
-A row says in words what goes in and what must come out; the coroutine under it does exactly that.  Where servers
-differ in what is right, `policy` says what epdd does.
+A row describes the input and the required outcome; the coroutine below it tests exactly that.  If servers differ,
+`policy` says what epdd does.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Drill = Callable[[Bench], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """One row, and what does it."""
+    """One row and its coroutine."""
 
     id: str
     name: str
     goes_in: str
     comes_out: str
-    drill: Drill | None = None      # None: done elsewhere or later, as `comes_out` says
-    policy: str = ""                # what was decided where servers differ
-    daemon: str = "shared"          # by whose settings: a key of conftest.SETTINGS
-    kills: tuple[str, ...] = ()     # workers that the case itself ends
-    repeats: int = 0                # so many more runs, after which nobody may have grown
-    short: str = ""                 # what epdd does not reach yet: the drill must raise Short
+    drill: Drill | None = None      # None: tested elsewhere or later, as `comes_out` says
+    policy: str = ""                # epdd's choice if servers differ
+    daemon: str = "shared"          # its daemon: a key of conftest.SETTINGS
+    kills: tuple[str, ...] = ()     # workers that the case kills
+    repeats: int = 0                # more runs, over which no process may grow
+    short: str = ""                 # a known gap: the case must raise Short
 
     def __str__(self) -> str:
         return self.id
@@ -43,14 +43,14 @@ class Case:
 
 
 class Short(Exception):
-    """What a row says that epdd does not reach yet was seen."""
+    """The row's known gap was observed."""
 
 
 CASES: list[Case] = []
 
 
 def case(id: str, name: str, goes_in: str, comes_out: str, **how: Any) -> Callable[[Drill], Drill]:
-    """Puts the coroutine below it into the table."""
+    """Adds the decorated coroutine to the table."""
     def put(drill: Drill) -> Drill:
         CASES.append(Case(id, name, goes_in, comes_out, drill, **how))
         return drill
@@ -58,5 +58,5 @@ def case(id: str, name: str, goes_in: str, comes_out: str, **how: Any) -> Callab
 
 
 def elsewhere(id: str, name: str, goes_in: str, comes_out: str) -> None:
-    """A row without a drill here."""
+    """A row that is tested elsewhere."""
     CASES.append(Case(id, name, goes_in, comes_out))

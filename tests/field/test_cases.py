@@ -1,4 +1,4 @@
-"""Runs the table: every case against a real daemon, and after each the same questions."""
+"""Runs the table: every case against a real daemon, and after each the same checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUN = sorted((case for case in CASES if case.drill), key=lambda case: (_ORDER.i
 async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, folder: Path,
                     record_property: Callable[[str, object], None]) -> None:
     daemon = start(case.daemon)
-    connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else our own idle connections would be counted
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)     # else the test's own idle connections would count
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
         bench = Bench(daemon, host, folder, http)
         sees = case.daemon != "text"
@@ -36,13 +36,13 @@ async def test_case(case: Case, start: Callable[[str], Daemon], host: Host, fold
             await oracle.served(bench, sees)
             _TEXTS[case.daemon] = await oracle.expected_text(bench)
         if not case.short:
-            # Workers tell of themselves once a second: the numbers after one case are those before the next.
+            # Workers report once a second: the numbers after one case are those before the next.
             before = _AT_REST.pop(case.daemon, None) or await oracle.at_rest(bench)
             _AT_REST[case.daemon] = await oracle.judge(bench, case, before, _TEXTS[case.daemon], sees)
             record_property("ready_s", bench.ready_s)
             return
         assert case.drill is not None
-        with pytest.raises(Short):      # when it is reached at last, the row must say so
+        with pytest.raises(Short):      # once the gap is closed, the row must say so
             await case.drill(bench)
         pytest.xfail(case.short)
 

@@ -1,4 +1,4 @@
-"""A web server for images to be fetched from, in a thread of its own, that behaves as badly as it is asked to."""
+"""A web server of images, in a thread of its own, with faults on request."""
 
 from __future__ import annotations
 

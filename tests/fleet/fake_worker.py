@@ -1,6 +1,6 @@
 """A worker that speaks wire without torch: an encoder writes a hash of the image, a PD worker reads it back.
 
-Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its manners as
+Started by the real fork server in place of epdd.worker.bootstrap.  `WorkerSpec.model` holds its behaviour as
 JSON: encode_s, token_s (seconds of work), bad_start (exit code at once), life_s (it dies so long after it was
 ready), deadly (an image that begins so kills it), deadly_prompt (number of tokens whose reading kills it), hang (image
 bytes on which it stops for ever), spin (image bytes over which it computes for spin_s, without a word), garble (image
@@ -26,7 +26,7 @@ from epdd.worker.process import affinity
 
 
 def fingerprint(data: bytes) -> int:
-    """What an image becomes: a token id that only its own bytes give."""
+    """An image's embedding: a token id that is unique to its bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=3).digest(), "little")
 
 

@@ -1,4 +1,4 @@
-"""One worker's socket: a work ends once, by an answer that is one, and nobody's fault ends another's work."""
+"""One worker's socket: a work ends once, by a valid answer, and one work's fault ends no other."""
 
 import asyncio
 

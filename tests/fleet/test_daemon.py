@@ -1,4 +1,4 @@
-"""What the daemon tells the service manager, and what a reload sets going."""
+"""The daemon's messages to the service manager, and reloads."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A GPU that fails under its worker: looked at before the next process, and not tried for ever."""
+"""A GPU that fails under its worker is checked before the next process, and given up after a limit."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def test_a_worker_whose_gpu_is_gone_is_given_up_at_once_and_others_serve(m
         assert await fleet.ask(request("r2", b"one")) == [expected(b"one")]
         assert fleet.encoding.router.replicas.count[GPU] == 0
         lost.cancel()
-        # An operator who has mended it says so.
+        # An operator resumes it after a repair.
         monkeypatch.setattr(gpus, "lost", lambda index: "")
         fleet.supervisor.resume("encoder/0")
         await fleet.ready()

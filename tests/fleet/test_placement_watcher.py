@@ -1,4 +1,4 @@
-"""The machine changes under a running fleet: who moves, who stays, what is bound again."""
+"""The machine changes under a running fleet: some workers move, some stay, some are bound again."""
 
 import asyncio
 import os
@@ -184,7 +184,7 @@ def test_two_with_one_placement_are_two():
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 async def test_the_daemons_signals_end_nobody_else(number):
-    """A closed terminal sends SIGHUP to everyone, `systemctl kill --signal=USR1` SIGUSR1."""
+    """A closed terminal sends SIGHUP to every process, `systemctl kill --signal=USR1` SIGUSR1."""
     async with running(encoders=1) as fleet:
         before = pids(fleet)
         helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]

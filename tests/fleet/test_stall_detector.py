@@ -1,4 +1,4 @@
-"""Who is stuck and who is only slow: told apart by what the kernel has seen a process do."""
+"""Hung and slow workers, distinguished by the kernel's counters."""
 
 import asyncio
 import os

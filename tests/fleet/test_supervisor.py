@@ -1,4 +1,4 @@
-"""Workers die, hang, babble and cannot start; the supervisor keeps the fleet as it should be."""
+"""Workers die, hang, break the wire format and fail to start; the supervisor restores the fleet."""
 
 import asyncio
 import os
@@ -121,7 +121,7 @@ async def test_restart_is_a_new_process_and_drain_shows():
 
 
 async def back(fleet, worker, pid, state=State.READY):
-    """Until `worker` is another process than `pid`, in `state`."""
+    """Wait until `worker` is another process than `pid`, in `state`."""
     async with asyncio.timeout(60):
         while worker.process is None or worker.process.pid == pid or worker.state is not state:
             await asyncio.sleep(0.01)
@@ -214,7 +214,7 @@ async def test_after_a_freeze_of_the_whole_service_no_worker_is_taken_for_hung(m
 
 
 class Stuck:
-    """A fork server that never answers until it is ended; then another is in its place."""
+    """A fork server that never answers until it is killed; then another replaces it."""
 
     pid = None
 
@@ -288,7 +288,7 @@ def test_a_death_for_memory_is_told_from_others_by_the_kernels_count(tmp_path, v
     write(f"cg/svc/epdd/{name}", "oom 5\noom_kill 4\n")
     assert [kills.killed_one(count), kills.killed_one(count), kills.killed_one(count)] == [True, True, False]
     write(f"cg/svc/epdd/{name}", "oom 6\noom_kill 5\n")
-    kills.watch(7)                              # whoever that was: it was before this process
+    kills.watch(7)                              # a death before this process does not count
     assert not kills.killed_one(count)
     assert kills.watch(9) is None and not kills.killed_one(None)
 
@@ -321,7 +321,7 @@ def test_no_worker_outlives_a_killed_daemon():
 
 
 def running_process(pid):
-    """Whether it still runs: a zombie that waits for its new parent does not."""
+    """Whether it still runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""A running server on a scripted pipeline, for tests of what clients see."""
+"""A running server on a scripted pipeline, for tests of the API."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def hosted(**settings: dict[str, Any]) -> Callable[[Callable[[Bench], Awaitable[
 
 
 class Script:
-    """A pipeline that plays `play`, and remembers what it was asked and how it ended."""
+    """A pipeline that plays `play`, and records its requests and their ends."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -61,7 +61,7 @@ class Script:
         self.tokenizer: Tokenizer = None  # type: ignore[assignment]
 
     async def run(self, request: Request) -> AsyncGenerator[AnswerEvent, None]:
-        self.requests.append(replace(request, images=list(request.images)))   # the real one's are let go
+        self.requests.append(replace(request, images=list(request.images)))   # as in the real one
         try:
             async for event in self.play(request):
                 yield event
@@ -72,7 +72,7 @@ class Script:
 
     def say(self, text: str, step_s: float = 0.0, fail: EpddError | None = None, hang: bool = False,
             stop_token: int | None = 1, cached: int = 0) -> Callable[[Request], AsyncIterator[AnswerEvent]]:
-        """Every choice says `text` token by token, then ends, fails or hangs."""
+        """Every choice sends `text` token by token, then ends, fails or hangs."""
 
         async def play(request: Request) -> AsyncIterator[AnswerEvent]:
             yield 0, Prefilled(request.id, cached)
@@ -100,7 +100,7 @@ class Script:
 
 
 class Door:
-    """Admission that lets everything in, or raises what it is told to."""
+    """Admission that admits everything, or raises a given error."""
 
     def __init__(self) -> None:
         self.refuse: EpddError | None = None
@@ -135,7 +135,7 @@ def worker(name: str, state: str = "ready") -> dict[str, Any]:
 
 @dataclass
 class Bench:
-    """A running server and everything a test may turn."""
+    """A running server and its scripted parts."""
 
     url: str
     script: Script
@@ -151,7 +151,7 @@ class Bench:
         return await self.http.post(f"{self.url}/v1/chat/completions", json=body)
 
     async def frames(self, **fields: Any) -> list[Any]:
-        """The stream's events, the last being the text [DONE]."""
+        """The stream's events; the last is the text [DONE]."""
         answer = await self.chat(stream=True, **fields)
         assert answer.status == 200, await answer.text()
         return events(await answer.text())
@@ -167,14 +167,14 @@ def events(text: str) -> list[Any]:
 
 
 def states_of(status: dict[str, Any]) -> States:
-    """The same as probes are told it."""
+    """The states that probes get."""
     return States(status["state"], tuple((worker["name"], worker["role"], worker["state"].lower())
                                          for worker in status["workers"]))
 
 
 @asynccontextmanager
 async def serve(family: families.ModelInfo, config: Config | None = None) -> AsyncIterator[Bench]:
-    """The real application on a real socket of the loopback."""
+    """The real application on a loopback socket."""
     script, door, stats = Script(), Door(), RequestStats()
     config = config or Config()
     status: dict[str, Any] = {

@@ -23,7 +23,7 @@ async def acquired(cache, names, pages=1):
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Requests come and go, encoders answer or die, readers hold on; a model counts who is where."""
+    """Requests come and go, encoders answer or die, readers hold leases; a model counts them."""
 
     PAGES = 6
 
@@ -90,7 +90,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.cache.release(embedding)
 
     def touched(self):
-        """Every embedding whose bytes someone may look at."""
+        """Every embedding whose bytes a process may read or write."""
         wanted = [e for r in self.requests for e in r if e.failure is None]
         return set(wanted + self.encoding + self.reading)
 

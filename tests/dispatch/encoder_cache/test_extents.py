@@ -1,4 +1,4 @@
-"""Extents against a model that paints cells: what is taken is disjoint, what is released comes back whole."""
+"""Extents against a model of cells: taken ranges are disjoint, released ones are free again."""
 
 import pytest
 from hypothesis import given

@@ -24,7 +24,7 @@ def pools(fleet):
 
 
 async def open_pool(fleet, *pds):
-    """Until these workers have opened the only pool; its number."""
+    """Wait until these workers have opened the only pool; returns its number."""
     await until(lambda: pools(fleet) and all(
         fleet.supervisor.find(name).arenas.get(min(pools(fleet))) is not None for name in pds or ["pd/0"]))
     return min(pools(fleet))
@@ -124,7 +124,7 @@ async def test_what_waits_for_another_image_when_its_encoder_dies_is_encoded_aga
 
 
 async def test_what_was_read_of_a_dying_encoder_is_void(monkeypatch):
-    """The daemon hears of the end later than the memory goes: rows read meanwhile may be anybody's."""
+    """The daemon learns of the end after the memory is freed: embeddings read meanwhile may be garbage."""
     async with running(**POOL) as fleet:
         await open_pool(fleet)
         asked = []

@@ -1,4 +1,4 @@
-"""What no fleet, traffic, policy or death may break, on the simulator's engine over the real router."""
+"""Invariants of the real router for any fleet, traffic, policy and deaths, on the simulator's engine."""
 
 import math
 from fractions import Fraction
@@ -39,7 +39,7 @@ def fleets_that_lose(draw):
 
 
 class Watch:
-    """Looks after each round of decisions, and at the end."""
+    """Checks after each round of decisions, and at the end."""
 
     def __init__(self):
         self.router = None
@@ -69,7 +69,7 @@ def test_every_image_is_encoded_once_whatever_dies(fleet_and_deaths, requests, r
         failed = [work for work in outcome.failed if work.request == i]
         assert sum(done.images for done in encoded) + sum(len(work.parts) for work in failed) == len(request.images)
         assert sum(done.patches for done in encoded) + sum(work.patches for work in failed) == sum(request.images)
-    # Two lives are what an image may cost.
+    # An image may crash two encoders at most.
     assert all(work.attempts == 2 for work in outcome.failed) and (len(deaths) > 1 or not outcome.failed)
     if any(request.images for request in requests):
         watch.at_rest()
@@ -98,7 +98,7 @@ steady = st.lists(st.builds(
 @settings(max_examples=100, deadline=None)
 @given(steady, traffic, st.sampled_from(POLICIES), st.sampled_from([0.0, 0.5, 1.0, 4.0]))
 def test_nobody_is_overtaken_by_one_that_came_much_later(fleet, requests, policy, slack):
-    """In the queue: by none that came over `slack` times the seconds the fleet needs for the request."""
+    """In the queue, none passes that arrived later by over `slack` times the seconds of the request's work."""
     rate = sum(1 / encoder.group.seconds.b for encoder in fleet)
 
     def watch(now, router):
@@ -113,14 +113,14 @@ def test_nobody_is_overtaken_by_one_that_came_much_later(fleet, requests, policy
 @pytest.mark.parametrize("policy", ["earliest", "least-loaded"])
 @pytest.mark.parametrize("slack", [0.0, 1.0, 4.0])
 def test_a_large_request_is_not_starved_by_small_ones(policy, slack):
-    """Half as many small requests again as the fleet can do, for a minute, and one of eight 4K images early on."""
+    """1.5 times as many small requests as the fleet can do, for a minute, and one of eight 4K images early on."""
     fleet = scenarios.fleet("gpu:1@0/1.35e-5,cpu:4@0/1.62e-4")
     rate = sum(1 / encoder.group.seconds.b for encoder in fleet)        # patches a second
     small = [Request(i * 784 / (1.5 * rate), (784,)) for i in range(int(60 * 1.5 * rate / 784))]
     large = Request(5.0, (32640,) * 8)
     outcome = simulate(fleet, sorted([*small, large]), Rule("rule", policy, slack=slack))
     due = large.at + slack * sum(large.images) / rate
-    # What came before it was due may go first; then a replica is free within its longest image.
+    # Requests that arrived before it was due may go first; then a replica is free within its longest image.
     before = sum(sum(request.images) for request in small if request.at <= due) + sum(large.images)
     longest = max(encoder.group.image_seconds(32640) for encoder in fleet)
     started = [done.started for done in outcome.encoded if done.patches == 32640]

@@ -1,4 +1,4 @@
-"""Time models against curves they must recover, and against what a bad clock may feed them."""
+"""Time models recover given curves, and survive wrong measurements."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Fields that change an answer, through the whole daemon, and the address that serves both families of the Internet."""
+"""Fields that change an answer, through the whole daemon, and an address for IPv4 and IPv6."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_refused_forms_reach_no_worker(daemon):
 
 
 def test_bad_words_never_come(daemon):
-    """At an answer's beginning, where the word has no space, and behind one; whole, and beside other requests."""
+    """At an answer's beginning, where the word has no space, and after one; alone, and beside other requests."""
     assert choice(daemon)[0] == "red"
     assert choice(daemon, bad_words=["red"])[0] != "red"
     assert choice(daemon)[0] == "red"
@@ -124,7 +124,7 @@ def test_prompts_keep_their_last_tokens(daemon):
 
 
 def test_the_same_in_any_company(daemon):
-    """Requests that ban and force tokens beside each other and beside plain ones: each as alone."""
+    """Requests that ban and force tokens, beside each other and beside plain ones, answer as if alone."""
     asks = [{"bad_words": ["red"]}, {"guided_regex": "[a-z ]{20,30}"}, {}, {"allowed_token_ids": ids("blue green red")},
             {"bad_words": ["a", "e"], "temperature": 1.5, "seed": 7, "ignore_eos": True, "max_tokens": 40},
             {"temperature": 1.5, "seed": 7, "ignore_eos": True, "max_tokens": 40}]

@@ -25,7 +25,7 @@ def say(tokenizer, tokens):
 
 
 def ask(daemon, model, parts, images, **fields):
-    """The usage of an answer that is the reference's."""
+    """The usage of an answer, which must be the reference's."""
     answer = daemon.chat(parts, max_tokens=12, **fields)
     prompt_tokens, wanted, _, tokenizer = reference(model, parts, images, 12)
     for choice in answer["choices"]:

@@ -1,4 +1,4 @@
-"""Formats and calls through the whole daemon, by the official client and by hand."""
+"""Formats and calls through the whole daemon, by openai-python and by plain HTTP."""
 
 import concurrent.futures
 import json
@@ -37,7 +37,7 @@ def client(daemon):
 
 
 def test_schemas_hold_beside_each_other_and_disturb_nobody(daemon):
-    """Every answer is whole or says that its length cut it; a plain answer is the same as alone."""
+    """Every answer is complete or has the finish reason length; a plain answer is the same as alone."""
     alone = daemon.say([text_part("hi")], max_tokens=40)
     made = [kind(random.Random(seed)) for kind in schemas.KINDS for seed in range(100, 104)]
 
@@ -94,7 +94,7 @@ def test_forced_calls_by_the_official_client(daemon, choice):
 
 
 def test_tools_may_be_left_alone(daemon):
-    """The demo model never learnt to call: it answers in text, as without the tools' grammar."""
+    """The demo model has no training in calls: it answers in text, as without the tools' grammar."""
     choice = daemon.chat([text_part("hi")], tools=[LOOK], logprobs=True, top_logprobs=20)["choices"][0]
     assert choice["message"]["content"] and "tool_calls" not in choice["message"]
     assert all(entry["logprob"] >= -9999 for entry in choice["logprobs"]["content"])

@@ -1,4 +1,4 @@
-"""Two API keys on one daemon: what one has sent shows nowhere in what the other is told, and keeps none waiting."""
+"""Two API keys on one daemon: neither sees what the other sent, and neither waits behind the other."""
 
 import concurrent.futures
 import json

@@ -35,7 +35,7 @@ def daemon(tmp_path_factory):
 
 
 def ask(daemon, **fields):
-    """At temperature 1 with the closing tag made likely, which a random model would hardly ever write."""
+    """At temperature 1, with a bias on the closing tag, which a random model hardly ever writes."""
     return daemon.chat("is the red circle left?", max_tokens=300, temperature=1, seed=3,
                        logit_bias={str(daemon.close): 8.0}, **fields)
 

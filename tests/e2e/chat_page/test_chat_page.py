@@ -20,13 +20,12 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"), pytest.mark.takes(50)]
 
 SAMPLES = DEMO / "samples"
-HANG_MS = 90_000        # then what a test waits for does not come
+HANG_MS = 90_000        # seconds, then the test fails
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-# An answer that somebody has time to stop, of two minutes and more from the emulated decoder of `unhurried`: how fast
-# a true one ends hangs on the machine.
+# An answer that takes over two minutes on the emulated decoder of `unhurried`: it can be stopped on any machine.
 LONG = {"ignore_eos": True, "max_tokens": 1_000_000}
 
-# Files reach a page by events that carry them: made here as the browser itself makes them.
+# Events that carry files to the page, as the browser makes them.
 HAND_OVER = """([kind, files]) => {
   const data = new DataTransfer();
   for (const [name, type, text] of files) {
@@ -97,13 +96,13 @@ def pick(page, *names):
 
 
 def answer(page):
-    """The last answer, once it is whole."""
+    """The last answer, once it is complete."""
     expect(page.locator("#exchanges li").last.locator(".actions")).to_be_visible()
     return page.locator("#exchanges li").last.locator(".answer .text").inner_text()
 
 
 def asked(page, act):
-    """The body of the request that `act` causes."""
+    """The body of the request that `act` sends."""
     with page.expect_request("**/v1/chat/completions") as found:
         act()
     return found.value.post_data_json
@@ -128,7 +127,7 @@ def test_drop_an_image_ask_and_see_the_answer(visit):
         page.get_by_label("Question", exact=True).fill("What colour is the circle?")
         page.get_by_role("button", name="Ask", exact=True).click()
         assert answer(page) == "red"
-        expect(page.locator("#said")).to_have_text("Answer: red")       # for who does not see it
+        expect(page.locator("#said")).to_have_text("Answer: red")       # for screen readers
         expect(page.locator(".facts")).to_contain_text("first token")
         expect(page.locator("#tray li")).to_have_count(0)
         expect(page.locator("#totals")).to_contain_text(re.compile(r"\b[1-9]\d* completed"))
@@ -185,7 +184,7 @@ def test_stop_in_the_middle(visit, unhurried):
         for stop in (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape")):
             page.get_by_label("Question", exact=True).fill("Hello")
             page.keyboard.press("Enter")
-            # The second answer hangs on how much of the first had come.
+            # The second answer depends on how much of the first had come.
             expect(page.locator("#exchanges li").last.locator(".text")).to_contain_text(re.compile(r"\w"))
             expect(page.get_by_role("button", name="Ask", exact=True)).to_be_hidden()
             stop()
@@ -284,7 +283,7 @@ def test_by_keyboard_alone(visit, unhurried):
         expect(page.get_by_label("Question", exact=True)).to_have_value("Hello\nthere")
         page.keyboard.press("Enter")
         expect(page.locator(".running")).to_have_count(1)
-        # Nothing moves for who has asked for that.
+        # Users may ask for reduced motion.
         assert page.evaluate("getComputedStyle(document.querySelector('.running .text'), '::after').animationName"
                              ) == "none"
         expect(page.locator(".text")).not_to_have_text("")

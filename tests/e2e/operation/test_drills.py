@@ -1,4 +1,4 @@
-"""Faults around the daemon: no descriptors left, places taken, weights that went bad, told to stop, slow readers."""
+"""Faults around the daemon: no descriptors, taken ports, damaged weights, SIGTERM under load, slow readers."""
 
 import asyncio
 import http.client
@@ -17,7 +17,7 @@ import aiohttp
 from epdd import families
 from tests.e2e.daemon import ROOT, running
 
-# Without torch: it is there in a second, and answers any question with as many tokens as it may.
+# Without torch: it starts in a second, and answers with max_tokens tokens.
 LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd__workers": "gpu:1"}
 SHORT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "ignore_eos": True}
 LONG = SHORT | {"max_tokens": 15_000, "stream": True}       # a thousand tokens a second
@@ -53,7 +53,7 @@ def test_out_of_descriptors_who_is_connected_is_served_and_a_lost_worker_comes_b
 
 
 def test_silent_clients_up_to_the_limit_keep_nobody_out():
-    """Half a head from more clients than there are descriptors: others, epdctl and workers still get theirs."""
+    """More clients with half a head than descriptors: other clients, epdctl and workers still get descriptors."""
     with running(**LIGHT, fleet__backoff_s=0.05) as daemon:
         pid, lost = daemon.process.pid, daemon.ready().worker("encoder/0")
         hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
@@ -150,7 +150,7 @@ def test_sigterm_under_load_ends_within_the_limit_and_breaks_with_an_error():
 
 
 async def stopped(daemon):
-    """What a stream says that is too long for a stop."""
+    """The end of a stream that is too long for a stop."""
     url = daemon.url("/v1/chat/completions")
     async with aiohttp.ClientSession() as session, session.post(url, json=LONG) as answer:
         first = await answer.content.readline()

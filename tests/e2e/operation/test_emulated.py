@@ -1,4 +1,4 @@
-"""An emulated fleet under the real daemon: labelled everywhere, true to its leases, and leaving nothing."""
+"""An emulated fleet under the real daemon: labelled everywhere, right leases, and no leaks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_light_workers_hold_no_torch(daemon):
 
 
 def test_many_requests_at_once_leave_nothing(daemon):
-    """The arena holds a few images, so that leases are used again and again; each is compared byte by byte."""
+    """The arena holds a few images, so that leases are reused often; each is compared byte by byte."""
     before = daemon.at_rest()
 
     def ask(i):
@@ -106,7 +106,7 @@ def test_many_requests_at_once_leave_nothing(daemon):
 
 
 def test_clients_that_leave_leave_nothing(daemon):
-    """Half of them in decode, after their first token, the others wherever their time is over."""
+    """Half of them leave in decode, after their first token, the others at any stage."""
     async def ask(client, i):
         body = {"messages": [{"role": "user", "content": [*(image_part(picture(200 + 3 * i + k)) for k in range(3)),
                                                           text_part("What is this?")]}],

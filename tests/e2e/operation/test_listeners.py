@@ -1,4 +1,4 @@
-"""Where the daemon listens besides TCP, and who gets in: no worker is needed for that."""
+"""Listeners besides TCP, and API keys; without workers."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Whoever reads stdout and stderr may stop reading, or not be there; signals and reloads say what came of them."""
+"""stdout and stderr that nobody reads, or that are closed; signals and reloads log their outcome."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ GUARD_S = 120       # hangs only
 
 @contextmanager
 def full_pipe(path):
-    """A FIFO that somebody has open and does not read, with not one byte of room; yields its descriptor."""
+    """A full FIFO that is open and not read; yields its descriptor."""
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
@@ -36,7 +36,7 @@ def full_pipe(path):
 
 @pytest.mark.parametrize("where", ["2", "1"])
 def test_a_reader_that_stops_holds_up_nothing(started_by, tmp_path, where):
-    """Not the start, no request, no reload and not the end; what is written meanwhile comes once it reads again."""
+    """Start, requests, reloads and stop go on; lines written meanwhile come once it reads again."""
     with full_pipe(tmp_path / "pipe") as pipe:
         started_by(f'exec "$@" {where}> {tmp_path}/pipe')
         with running(**LIGHT) as daemon:

@@ -1,4 +1,4 @@
-"""Routing seen and steered from outside: `epdctl policy` and `epdctl explain` on the real daemon."""
+"""`epdctl policy` and `epdctl explain` on the real daemon."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What happens around the daemon: disks and /dev/shm are full, the clock is set, secrets pass through."""
+"""The daemon's surroundings: full disks and /dev/shm, a changed clock, secrets that must not be logged."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ import pytest
 from epdd import families
 from tests.e2e.daemon import image_part, running, text_part
 
-# Without torch: it is there in a second, and its workers compare every byte of each lease.
+# Without torch: it starts in a second, and its workers compare every byte of each lease.
 LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd__workers": "gpu:1"}
 PICTURE = (families.DEMO / "samples" / "red-circle.png").read_bytes()
 CONTENT = [image_part(PICTURE), text_part("a secret question")]

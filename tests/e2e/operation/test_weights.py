@@ -1,4 +1,4 @@
-"""Weights files that change under a running daemon: who has them mapped, who comes back, and what is said."""
+"""Weights files that change under a running daemon: running workers, restarted ones, and messages."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ def test_other_weights_in_the_old_ones_place_are_not_mixed_in(tmp_path):
     shutil.copytree(families.DEMO, folder)
     weights = folder / "model.safetensors"
     other = tmp_path / "other"
-    # The same names and shapes: nothing but their content tells that these are others.
+    # The same names and shapes: only the content differs.
     whole = weights.read_bytes()
     other.write_bytes(whole[:-100_000] + bytes(100_000))
     with running(model=folder, encoder__workers=1, fleet__backoff_s=0.05, fleet__max_failures=2) as daemon:

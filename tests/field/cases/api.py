@@ -152,7 +152,7 @@ async def choices(bench: Bench) -> None:
     stream = await bench.ask(image, "Describe the image.", stream=True, logit_bias={"5": -100}, **fields)
     assert stream.texts == texts
     order = [choice["index"] for event in stream.events for choice in event["choices"]]
-    assert order != sorted(order)       # each as it comes, not one after the other
+    assert order != sorted(order)       # each as it comes, not in sequence
     await bench.refused(None, "Hello", n=9)
 
 
@@ -160,7 +160,7 @@ async def choices(bench: Bench) -> None:
       "processor time of the PD worker as for one prompt")
 async def one_prefill(bench: Bench) -> None:
     spent = []
-    for seed, n in ((39, 1), (40, 1), (41, 3)):     # the first is for what a worker does only once
+    for seed, n in ((39, 1), (40, 1), (41, 3)):     # the first is for a worker's one-time work
         prompt = " ".join(str(random.Random(seed * 1000 + i).random()) for i in range(150))
         pid = next(worker for worker in bench.status()["workers"] if worker["name"] == "pd/0")["pid"]
         before = processor_ticks(pid)
@@ -171,7 +171,7 @@ async def one_prefill(bench: Bench) -> None:
 
 
 def processor_ticks(pid: int) -> int:
-    """Of all its threads, since its start."""
+    """CPU ticks of all its threads, since its start."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
 

@@ -1,4 +1,4 @@
-"""D29 to D32: what is the same image, and what is not."""
+"""D29 to D32: which images are the same."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 async def leave(bench: Bench, there: Any, body: dict[str, Any]) -> None:
-    """A client that asks, and is gone once `there(status)` is true."""
+    """A client that asks, and leaves once `there(status)` is true."""
     task = asyncio.create_task(bench.post(body))
     await bench.until(there, 10)
     assert not task.done()
@@ -27,7 +27,7 @@ async def leave(bench: Bench, there: Any, body: dict[str, Any]) -> None:
 
 
 async def empty(bench: Bench) -> None:
-    """Nothing is left of the request; the neighbour's stream may be there."""
+    """Whether nothing is left of the request; the neighbour's stream may run."""
     await bench.until(lambda status: status["requests"]["running"] <= 1 and status["router"]["queue_jobs"] == 0
                       and status["arena"]["pinned_bytes"] == 0, 5)
 
@@ -45,7 +45,7 @@ async def leaving(bench: Bench) -> None:
         async with bench.frozen("encoder/0", "encoder/1"):
             await leave(bench, lambda status: any(
                 w["in_flight"] for w in status["workers"] if w["role"] == "encoder"), body(stream=stream))
-            # Encoders that are late get nothing more.
+            # Late encoders get no further image.
             crowd = [asyncio.create_task(bench.post(body(stream=stream)))]
             while not bench.status()["router"]["queue_jobs"]:
                 crowd.append(asyncio.create_task(bench.post(body(stream=stream))))
@@ -57,7 +57,7 @@ async def leaving(bench: Bench) -> None:
         fetching = asking(pictures.part(bench.host.url + "/hang"), COLOUR, stream=stream)
         await leave(bench, lambda status: bench.host.hanging, fetching)
         await empty(bench)
-        pid = bench.kill("pd/0")        # until it is back, what is encoded waits for it
+        pid = bench.kill("pd/0")        # until it is back, encoded images wait for it
         await bench.until(lambda status: status["workers"][-1]["pid"] != pid, 5)
         done = sum(w["done"] for w in bench.status()["workers"] if w["role"] == "encoder")
         await leave(bench, lambda status: sum(
@@ -110,7 +110,7 @@ async def broken_stream(bench: Bench) -> None:
                       and status["workers"][-1]["in_flight"])
     bench.kill("pd/0")
     reply = await asked
-    # Two workers in a row: it may be the prompt.
+    # Two workers in a row: the prompt may be the cause.
     assert (reply.status, reply.error["code"]) == (400, "prompt_rejected"), reply.text
 
 
@@ -143,7 +143,7 @@ async def bodies(bench: Bench) -> None:
                     sent += len(piece)
             except ConnectionError:
                 pass
-            # How much the two sockets hold meanwhile is the kernel's to decide.
+            # The kernel decides how much the two sockets hold meanwhile.
             assert (await answer).split()[1] == b"413" and sent < 100 * MIB
             writer.close()
     for deep in (b"[" * 100_000, b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000):

@@ -1,4 +1,4 @@
-"""D15 to D22: how image files come in."""
+"""D15 to D22: image files by URL."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ SECONDS = 30
 
 
 def fresh(colour: str) -> bytes:
-    """A picture that no cache knows."""
+    """A picture that is in no cache."""
     return pictures.circle(colour, 100) + os.urandom(8)
 
 
 async def ways(bench: Bench) -> list[str]:
-    """How embeddings get from encoder/0 to pd/0, once that has settled."""
+    """The path of embeddings from encoder/0 to pd/0, once it is settled."""
     status = await bench.until(lambda s: all(pair["way"] == "gpu" for pair in s["transport"]["pairs"]
                                              if pair["encoder"] == "encoder/0"), SECONDS)
     return [pair["way"] for pair in status["transport"]["pairs"]]
@@ -62,7 +62,7 @@ async def gpu_lost(bench: Bench) -> None:
     (folder / "lost").touch()
     (folder / "assert").write_text("x")
     try:
-        reply = await bench.ask(fresh("blue"), COLOUR)      # and nobody is left to try it
+        reply = await bench.ask(fresh("blue"), COLOUR)      # and no encoder is left
         assert (reply.status, reply.error["code"]) == (503, "no_worker")
         assert bench.daemon.worker("encoder/0")["state"] == "FAILED"
         assert bench.daemon.worker("encoder/0")["restarts"] == before + 1

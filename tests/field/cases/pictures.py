@@ -1,4 +1,4 @@
-"""Image files that cases send, built here byte by byte where no library would write them."""
+"""Image files of the cases, built byte by byte if no library writes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def file(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 @cache
 def circle(colour: str = "red", size: int = 96) -> bytes:
-    """A circle on white: what the demo model can name."""
+    """A circle on white, which the demo model can name."""
     image = Image.new("RGB", (size, size), "white")
     ImageDraw.Draw(image).ellipse((size // 8, size // 8, size - size // 8, size - size // 8), fill=COLOURS[colour])
     return file(image)
@@ -35,13 +35,13 @@ def plain(colour: str | tuple[int, ...], size: tuple[int, int] = (64, 64), form:
 
 
 def noise(width: int, height: int, seed: int = 0, form: str = "PNG", **options: Any) -> bytes:
-    """Compresses to nothing less than itself."""
+    """An incompressible picture."""
     return file(Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height)), form,
                 **options)
 
 
 def photo(form: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (160, 120), **options: Any) -> bytes:
-    """A picture with a slope in each direction: every turn, shift or clipped level shows."""
+    """A picture with gradients in both directions, which shows every rotation, shift or clipped level."""
     width, height = size
     image = Image.new("RGB", size)
     image.putdata([(255 * x // width, 255 * y // height, 255 * (x + y) // (width + height))
@@ -50,7 +50,7 @@ def photo(form: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (160, 1
 
 
 def turned(orientation: int | bytes) -> bytes:
-    """A phone's photo: stored lying, red bar on the left and green at the bottom, and EXIF that says how to turn it."""
+    """A phone's photo: stored rotated, with a red bar on the left and a green one at the bottom, and EXIF."""
     image = Image.new("RGB", (24, 16), "white")
     draw = ImageDraw.Draw(image)
     draw.rectangle((0, 0, 5, 15), fill="red")
@@ -76,7 +76,7 @@ def deep_ramp() -> bytes:
 
 
 def bomb(side: int) -> bytes:
-    """A black square of one bit a pixel: kilobytes that unpack to hundreds of megabytes."""
+    """A black square of one bit a pixel: kilobytes that decompress to hundreds of megabytes."""
     row = bytes(1 + (side + 7) // 8)
     packer = zlib.compressobj(9)
     return _png(side, side, 1, 0, b"".join(packer.compress(row * 100) for _ in range(side // 100)) + packer.flush())
@@ -100,7 +100,7 @@ def animated(form: str) -> bytes:
 
 
 def long_gif(frames: int) -> bytes:
-    """A red square, then frame after frame of the same."""
+    """A red square in every frame."""
     first = plain("red", (64, 64), "GIF", "RGB")
     head, body = first[:-1], first[first.index(b"\x2c"):-1]     # without the end mark; the frame alone
     return head + body * (frames - 1) + b";"

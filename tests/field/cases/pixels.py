@@ -1,7 +1,7 @@
-"""D01 to D14: what hides in image files.
+"""D01 to D14: oddities of image files.
 
-The demo model's view of a picture (the log-probabilities of its answer) stands for the pixels that reach the encoder:
-it is compared with that of a plain PNG of the pixels that are right, and of those that the fault would give.
+The log-probabilities of the demo model's answer stand for the pixels that reach the encoder.  They are compared with
+those of a plain PNG of the right pixels, and of the pixels that the fault would give.
 """
 
 from __future__ import annotations

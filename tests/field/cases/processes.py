@@ -1,4 +1,4 @@
-"""D44: between the processes; and request ids that clients choose."""
+"""D44: faults of processes, and clients' request ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.field.table import case
 from tests.memory_group import group_of, memory_group
 
 COLOUR = "What colour is the circle?"
-# A daemon of its own, without torch: it is there in a second.
+# A daemon of its own, without torch: it starts in a second.
 LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd__workers": "gpu:1"}
 
 
@@ -43,7 +43,7 @@ async def rejected(bench: Bench) -> None:
       "200 right answers, or 429 and 503")
 async def burst(bench: Bench) -> None:
     colours = ("red", "green", "blue")
-    # Bytes behind an image's end make it another file of the same picture.
+    # Bytes after an image's end make another file of the same picture.
     bodies = [(colours[i % 3], asking(pictures.circle(colours[i % 3]) + bytes([44, i]), COLOUR)) for i in range(200)]
     bench.daemon.ask("drain", worker="encoder/1")
     try:
@@ -90,7 +90,7 @@ async def storm(bench: Bench) -> None:
     assert outcomes.total() == 1000 and outcomes["wrong"] == 0, outcomes
     assert min(outcomes[kind] for kind in ("good", "refused", "left")) > 100, outcomes
     done = {w["name"]: w["done"] - before[w["name"]] for w in bench.status()["workers"]}
-    # How the work divides hangs on how fast each was at that moment.
+    # The division of work depends on each encoder's speed at that moment.
     assert min(done["encoder/0"], done["encoder/1"]) > 0, done
 
 
@@ -114,16 +114,16 @@ async def trust(bench: Bench) -> None:
                 except ConnectionError:
                     pass        # hung up on
             assert bench.status()["state"] == "ready"
-    # Workers are reached by socket pairs that have no name; what they say is told apart by field, never unpickled.
+    # Workers are connected by socket pairs without names; their messages are parsed field by field, never unpickled.
     words = re.compile(r"\b(pickle\.|import (pickle|marshal|shelve|dill)\b|torch\.load\b|(?<!\.)(eval|exec)\()")
     assert [path.name for path in (ROOT / "epdd").rglob("*.py") if words.search(path.read_text())] == []
 
 
 @asynccontextmanager
 async def held_by_one(bench: Bench) -> AsyncIterator[dict[str, Any]]:
-    """Eight image requests wait for encoder/0, which does not move; as a worker of the status.
+    """Eight image requests wait for encoder/0, which is stopped; yields its status.
 
-    Then they must come out right: the other encoder is there for them.
+    Afterwards all must be answered rightly by the other encoder.
     """
     colours = ("red", "green", "blue")
     bodies = [asking(pictures.circle(colours[i % 3]) + random.randbytes(8), COLOUR) for i in range(8)]
@@ -139,7 +139,7 @@ async def held_by_one(bench: Bench) -> AsyncIterator[dict[str, Any]]:
 
 
 async def degraded(bench: Bench) -> None:
-    """Until health says so; text is answered all the same."""
+    """Wait until /health says degraded; text is still answered."""
     while (reply := await bench.get("/health")).body["status"] != "degraded":
         await asyncio.sleep(0.01)
     assert reply.status == 200 and reply.body["why"]
@@ -220,7 +220,7 @@ async def no_memory(bench: Bench) -> None:
 
 @contextmanager
 def limited_memory(pid: int) -> Iterator[None]:
-    """The process may take little more: enough for small images, too little for a large one even with what it kept."""
+    """Limit the process's memory: enough for small images, too little for a large one."""
     before = resource.prlimit(pid, resource.RLIMIT_AS)
     resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + (48 << 20), before[1]))
     try:

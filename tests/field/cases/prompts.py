@@ -18,7 +18,7 @@ LIST = "List the images in order."
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Control tokens in text are plain letters to it."""
+    """It reads control tokens in text as plain letters."""
     tokenizer = Tokenizer.from_file(str(ROOT / "epdd" / "demo" / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     return tokenizer

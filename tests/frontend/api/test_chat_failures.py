@@ -1,4 +1,4 @@
-"""Chat requests that fail, end early, or whose clients leave: what is told and that nothing is left."""
+"""Chat requests that fail, end early, or whose clients leave: the answers, and that nothing is left."""
 
 from __future__ import annotations
 

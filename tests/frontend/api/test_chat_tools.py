@@ -1,4 +1,4 @@
-"""Calls and formats over HTTP, by the official client and by hand, on a scripted pipeline."""
+"""Calls and formats over HTTP, by openai-python and by plain HTTP, on a scripted pipeline."""
 
 from __future__ import annotations
 

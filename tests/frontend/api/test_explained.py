@@ -1,4 +1,4 @@
-"""What the frontend tells the history of a request: its ids, its arrival, and an answer that ended before the work."""
+"""The frontend's reports to the history: ids, arrival, and an answer that ended before its work."""
 
 from __future__ import annotations
 

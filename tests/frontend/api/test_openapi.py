@@ -1,4 +1,4 @@
-"""The API's description: complete, and true of what is really answered."""
+"""The OpenAPI document is complete and matches the real answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_the_document_is_whole(bench: Bench) -> None:
 
 
 def test_every_route_is_in_it(family: Any) -> None:
-    """A page that is served and not described, or the other way round."""
+    """Every served path is described, and the other way round."""
     @hosted()
     async def test(bench: Bench) -> None:
         for operation in OPERATIONS:
@@ -72,7 +72,7 @@ def test_keys_are_named_where_there_are_any() -> None:
 
 
 async def checked(answer: Any, operation: openapi.Operation) -> Any:
-    """The answer's JSON, which must be as its status is documented."""
+    """The answer's JSON, which must match the schema of its status."""
     status = answer.status
     assert status == 200 or status in operation.refusals
     kind = operation.answer if status == 200 else operation.unavailable if status == 503 else Error

@@ -1,4 +1,4 @@
-"""The request log: what is in a line, rotation, and that no disk can hold up serving."""
+"""The request log: its lines, rotation, and that no disk blocks serving."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCap
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_log, "CLOSE_S", 0.1)
     path = tmp_path / "requests"
-    os.mkfifo(path)             # opening it waits for a reader, as a dead network file system would
+    os.mkfifo(path)             # opening it blocks, as on a dead network file system
     many = request_log.LINES_MAX + 1000
     with logging_to(path) as log:
         for number in range(many):
@@ -151,7 +151,7 @@ def test_a_line_tells_sizes_times_and_the_end_and_nothing_of_the_content(family:
         assert (await bench.frames())[-2]["error"]["code"] == "worker_failed"
         bench.door.refuse = NoWorker("none")
         assert (await bench.chat()).status == 503
-        # What is no HTTP is no request.
+        # Bytes that are not HTTP are no request.
         assert (await raw(bench, b"secret\r\n\r\n")).partition(b" ")[2].startswith(b"400 ")
         text = await (await bench.http.get(f"{bench.url}/metrics")).text()
         wait_for(lambda: log.written == 5)

@@ -103,7 +103,7 @@ async def test_token_ids_are_taken_as_they_are(bench: Bench) -> None:
 
 
 def echo(bench: Bench) -> None:
-    """Every choice says its prompt's last token twice, then its own number."""
+    """Every choice answers its prompt's last token twice, then its own number."""
 
     async def play(request: Request) -> AsyncIterator[AnswerEvent]:
         for choice in range(request.n):

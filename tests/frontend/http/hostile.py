@@ -1,4 +1,4 @@
-"""Image files that ask for far more work or memory than their size tells, or that decoders read in two ways."""
+"""Image files that need far more work or memory than their size suggests, or that decoders read in two ways."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def png(width: int, height: int, before: bytes = b"", first: bytes = b"") -> byt
 
 
 def two_headers(said: int, made: int) -> bytes:
-    """A PNG whose first header says another size than the one that decoders take."""
+    """A PNG whose first header has another size than the header that decoders use."""
     return png(made, made, first=png_header(said, said))
 
 
 def another_chunk_first(said: int, made: int) -> bytes:
-    """A PNG where a header is looked for by its place holds another size."""
+    """A PNG with a wrong size at the place where the header usually is."""
     return png(made, made, first=chunk(b"abCd", struct.pack(">II", said, said) + bytes(5)))
 
 
@@ -51,7 +51,7 @@ def gif_of(width: int, height: int) -> tuple[bytes, bytes]:
 
 
 def empty_sub_block(said: int, made: int) -> bytes:
-    """A GIF whose application extension is empty: Pillow reads one more, over the frame that others find."""
+    """A GIF with an empty application extension, after which Pillow reads another sub-block, over the frame."""
     screen, frame = gif_of(made, made)
     small = b"\x2c" + struct.pack("<HHHHB", 0, 0, said, said, 0)        # to Pillow a sub-block of 44 bytes
     screen = screen[:6] + struct.pack("<HH", said, said) + screen[10:]
@@ -69,7 +69,7 @@ def segment(marker: int, body: bytes = b"") -> bytes:
 
 
 def scans(width: int, height: int, count: int, between: bytes = b"") -> bytes:
-    """A grey progressive JPEG of so many scans, each of which says that nothing is to be added to any block."""
+    """A grey progressive JPEG with `count` empty scans."""
     blocks = -(-width // 8) * -(-height // 8)
     data = bytearray(b"\xff\xd8" + segment(0xDB, b"\0" + b"\1" * 64)
                      + segment(0xC2, struct.pack(">BHHB", 8, height, width, 1) + b"\1\x11\0")
@@ -79,7 +79,7 @@ def scans(width: int, height: int, count: int, between: bytes = b"") -> bytes:
     bits, left = "", blocks
     while left:
         run = min(left, (1 << 15) - 1)
-        if run < 1 << 14:           # the code is for at least so many: the last ones are told of twice, which is well
+        if run < 1 << 14:           # the code covers at least this many blocks; the last ones may come twice
             run = min(left, 1 << 14)
         bits += "0" + format(run - (1 << 14) if run >= 1 << 14 else 0, "014b")
         left -= run
@@ -89,7 +89,7 @@ def scans(width: int, height: int, count: int, between: bytes = b"") -> bytes:
 
 
 def arithmetic(width: int, height: int, count: int) -> bytes:
-    """An arithmetic-coded JPEG of so many scans; where the bytes end, its decoder goes on with zeros."""
+    """An arithmetic-coded JPEG with `count` scans; after the bytes' end its decoder reads zeros."""
     def scan(*components: int) -> bytes:
         return segment(0xDA, bytes([len(components), *(byte for each in components for byte in (each, 0)), 0, 63, 0])
                        ) + b"\x1b\x2c\x4d\x5e"

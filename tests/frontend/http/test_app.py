@@ -1,4 +1,4 @@
-"""HTTP itself: routes, envelopes, request ids, bodies of every kind, the small endpoints."""
+"""Routes, error envelopes, request ids, bodies of every kind, the small endpoints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_health_and_ready(family: Any, state: str, workers: dict[str, str], heal
 
 @hosted()
 async def test_probes_take_no_snapshot(bench: Bench) -> None:
-    """They are open to all, and a snapshot reads /proc of every worker."""
+    """They need no key, and a snapshot reads /proc of every worker."""
     def status() -> Any:
         raise AssertionError("a snapshot was taken")
 
@@ -301,7 +301,7 @@ async def test_metrics(bench: Bench) -> None:
 
 
 def test_lean(family: Any) -> None:
-    """The front end as the daemon holds it, with the checkpoint's tokenizer."""
+    """The frontend as in the daemon, with the checkpoint's tokenizer."""
     code = f"""
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -370,7 +370,7 @@ def test_what_is_no_http_is_refused_and_not_logged(family: Any, data: bytes, cap
 
 @hosted(server={"api_keys": ("sk-one",)})
 async def test_compressed_bodies_are_never_unpacked(bench: Bench) -> None:
-    """A megabyte can hold a gigabyte: refused as they lie, with or without a key, on any path."""
+    """A megabyte can hold a gigabyte: refused unread, with or without a key, on any path."""
     packed = gzip.compress(bytes(8 << 20), 9)
     for path, headers, status, code in (
             ("/v1/chat/completions", {"Authorization": "Bearer sk-one"}, 415, "unsupported_encoding"),

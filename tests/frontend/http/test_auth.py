@@ -1,4 +1,4 @@
-"""API keys and CORS: who gets in, and what those who do not are told."""
+"""API keys and CORS: accepted and refused requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_who_gets_in(family: Any, headers: dict[str, str], status: int, caplog: 
             error = (await answer.json())["error"]
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
             assert "sk-" not in error["message"]
-            # Whether a page exists is nobody's business either.
+            # Without a key a request does not learn whether a path exists.
             assert (await bench.http.get(f"{bench.url}/nowhere", headers=headers)).status == 401
             assert bench.script.requests == [] and bench.context.stats.counts["accepted"] == 0
         for path in ("/health", "/ready", "/ping", "/", "/page/main.js"):

@@ -1,4 +1,4 @@
-"""Whatever is sent: a clean answer or a clean refusal, soon, and in memory that the input's size bounds."""
+"""Any input gets an answer or a proper refusal, within limits of time and memory by the input's size."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BODIES = {
 
 
 def tried(call: Callable[[], Any], size: int) -> None:
-    """`call` returns or refuses in time and memory; a refusal is the client's fault, and short."""
+    """`call` returns or refuses within the limits; a refusal is a 4xx with a short message."""
     began = time.process_time()
     _refused_at_most(call)
     assert time.process_time() - began < SECONDS_MAX
@@ -100,7 +100,7 @@ def test_bodies_of_every_shape(kind: str, data: st.DataObject, strict: bool) -> 
 @pytest.mark.parametrize("kind", BODIES)
 @given(data=st.data())
 def test_damaged_bodies(kind: str, data: st.DataObject) -> None:
-    """Real bodies with bytes cut out, put in and changed; and bytes that never were a body."""
+    """Real bodies with bytes removed, inserted and changed; and random bytes."""
     strategy, parse = BODIES[kind]
     body = bytearray(json.dumps(data.draw(strategy)).encode())
     for at, count, new in data.draw(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 9), st.binary(max_size=4)),
@@ -176,7 +176,7 @@ PIECES = [b"\xff\xd9", b"\xff\xda\0\x0c", b"\xff\xc0\0\x0b\x08\0\x20\0\x20\1\1\x
 @settings(max_examples=300)
 @given(st.sampled_from(FILES + HOSTILE), st.data())
 def test_damaged_image_headers(file: bytes, data: st.DataObject) -> None:
-    """Bytes near the start changed to anything, and the file cut anywhere."""
+    """Files with changed bytes near the start, cut anywhere."""
     damaged = bytearray(file)
     for at, new in data.draw(st.lists(st.tuples(st.integers(0, 120), st.binary(min_size=1, max_size=4)), max_size=5)):
         damaged[at:at + len(new)] = new
@@ -222,7 +222,7 @@ LONGEST: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("kind", LONGEST)
 def test_the_largest_headers_take_a_tenth_of_a_second(kind: str) -> None:
-    """Of this thread's processor time, the best of five: twice that is let pass for slower machines."""
+    """CPU time of this thread, the best of five; twice that is allowed for slower machines."""
     file = LONGEST[kind]()
     assert LARGE * 0.9 < len(file) <= LARGE + 2
     taken = []
@@ -236,7 +236,7 @@ def test_the_largest_headers_take_a_tenth_of_a_second(kind: str) -> None:
 @settings(max_examples=200)
 @given(st.sampled_from(FILES + HOSTILE), st.data())
 def test_daemon_and_encoder_see_one_picture(file: bytes, data: st.DataObject) -> None:
-    """Bytes changed, cut out, put in again or taken from another file: what is decoded has the size that was read."""
+    """Bytes changed, removed, inserted or from another file: the decoded size is the one that the daemon read."""
     damaged = bytearray(file)
     for at, count, new in data.draw(st.lists(st.tuples(
             st.integers(2, min(len(file), 400)), st.integers(0, 12),

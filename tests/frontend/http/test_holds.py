@@ -1,7 +1,7 @@
-"""Large requests keep nobody waiting: neither the event loop's thread nor a call in another works long in one go.
+"""Large requests do not delay others: neither the event loop's thread nor a C call in another thread runs long.
 
-Other threads hold the interpreter, and with it the event loop, for as long as a call into C lasts.  All is counted in
-CPU time of its thread, and the best of five goes counts: on a busy machine caches are cold, which costs CPU time too.
+Other threads hold the interpreter, and so the event loop, while a call into C lasts.  Times are CPU time of the thread,
+the best of five runs: on a busy machine caches are cold, which costs CPU time too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FREE = {"encode_batch_fast", "decode_batch"}       # let others run meanwhile
 
 
 class Holds:
-    """The longest time of one go: of the loop's thread between two looks, of a call into C in other threads."""
+    """The longest uninterrupted times: of the loop's thread, and of C calls in other threads."""
 
     def __init__(self) -> None:
         self.loop = 0.0
@@ -80,7 +80,7 @@ def watched() -> Iterator[Holds]:
 
 
 async def holds_nobody(go: Callable[[], Awaitable[None]], calls: bool = True) -> None:
-    """What `go` sends keeps the loop, and calls in other threads if `calls`, for less than HOLD_S."""
+    """The requests of `go` hold the loop, and C calls in other threads if `calls`, for less than HOLD_S."""
     for _ in range(GOES):
         with watched() as holds:
             look = asyncio.create_task(holds.look())
@@ -147,7 +147,7 @@ def test_large_bodies_hold_nobody(family: Any, name: str) -> None:
     @hosted()
     async def test(bench: Bench) -> None:
         path = "/v1/completions" if body.startswith(b'{"prompt"') else "/v1/chat/completions"
-        assert (await bench.chat()).status == 200       # what is made once is made
+        assert (await bench.chat()).status == 200       # one-time work is done
 
         async def go() -> None:
             async with bench.http.post(bench.url + path, data=pieces(body)) as answer:
@@ -190,7 +190,7 @@ def test_large_requests_that_are_served_hold_nobody(family: Any, name: str) -> N
 
 
 def asked(port: int, data: bytes) -> bytes:
-    """What the server says to these bytes until it closes."""
+    """The server's bytes in reply, until it closes."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         sender = threading.Thread(target=client.sendall, args=[data])
         sender.start()
@@ -212,7 +212,7 @@ CLOSE = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     (b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 5000 + CLOSE, [b"version"] * 5000 + [b'"ok"']),
 ], ids=["a body of one-byte chunks", "one that nobody reads", "pipelined"])
 def test_small_pieces_hold_nobody(family: Any, sent: bytes, answers: list[bytes]) -> None:
-    """Of one read the parser made 40,000 chunks, and the body's reader 130,000 pieces of one go: 0.15 s."""
+    """The parser made 40,000 chunks of one read, and the body's reader 130,000 pieces without a pause: 0.15 s."""
     @hosted()
     async def test(bench: Bench) -> None:
         port = int(bench.url.rpartition(":")[2])
@@ -238,7 +238,7 @@ async def pieces(body: bytes) -> Any:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_long_answer_holds_nobody(family: Any, path: str) -> None:
-    """Sent whole, with the log probabilities of 8 times 2,000 tokens and of 5 others beside each."""
+    """Not streamed, with the log probabilities of 8 times 2,000 tokens and of 5 others for each."""
     @hosted()
     async def test(bench: Bench) -> None:
         bench.script.play = bench.script.say("hello " * 1000)
@@ -263,7 +263,7 @@ def test_a_long_answer_holds_nobody(family: Any, path: str) -> None:
     test(family)
 
 
-# --- taking images out of the JSON
+# --- extracting images from the JSON
 
 URL = "data:image/png;base64," + "QUJD" * (6 << 10)
 
@@ -279,7 +279,7 @@ def image(url: str) -> dict[str, Any]:
     st.text(max_size=5).map(lambda text: {"type": "text", "text": text}),
     st.just({"type": "image_url", "image_url": URL})), max_size=5), st.booleans(), st.booleans())
 def test_what_is_lifted_comes_back(parts: list[Any], slashes: bool, indented: bool) -> None:
-    """A body means the same, whatever is taken out of it meanwhile."""
+    """A body's meaning does not depend on the extraction."""
     data = {"messages": [{"role": "user", "content": parts}], "user": URL[:100], URL: 1}
     body = json.dumps(data, ensure_ascii=False, indent=1 if indented else None).encode()
     if slashes:
@@ -305,7 +305,7 @@ def test_images_are_lifted_and_only_they() -> None:
     assert list(extracted.urls.values()) == [URL, URL + "A"] and len(extracted.text) < 400
     data = orjson.loads(extracted.text)
     assert extracted.restore(data) and data == json.loads(body)
-    # Where the JSON breaks is told in bytes of what was sent.
+    # The place of a JSON error is in bytes of the sent body.
     with pytest.raises(BadRequest, match=f"byte {len(body) - 1}"):
         parse(body[:-1] + b"!", ChatBody, False)
 

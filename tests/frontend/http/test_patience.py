@@ -1,4 +1,4 @@
-"""Clients that say nothing, or too slowly, or too little: they are ended, and nobody else is."""
+"""Clients that send nothing, too slowly or too little are closed, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GET = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Client:
-    """A connection that says what it is told to."""
+    """A client connection with raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -39,7 +39,7 @@ class Client:
         return head + await self.reader.readexactly(length)
 
     async def rest(self) -> bytes:
-        """All up to the closing, which is rude where more was sent than read: then read() would forget what came."""
+        """All bytes up to the close; a reset, which follows unread bytes, must not lose them."""
         told = b""
         try:
             while more := await self.reader.read(1 << 16):
@@ -53,9 +53,9 @@ def code(answer: bytes) -> str:
     return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
 
 
-@hosted(server={"body_timeout_s": 5})      # in which all of them come, on a busy machine too
+@hosted(server={"body_timeout_s": 5})      # in which all of them connect, on a busy machine too
 async def test_a_body_that_stops(bench: Bench) -> None:
-    """It is 408 and closed, and meanwhile it takes nobody's place."""
+    """It gets a 408, and meanwhile it does not count as a request."""
     stopped = [await Client.come(bench, POST % 5000 + b"{") for _ in range(20)]
     chunked = await Client.come(bench, POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
                                 + b"5\r\n{")
@@ -71,7 +71,7 @@ async def test_a_body_that_stops(bench: Bench) -> None:
 
 @hosted(server={"body_timeout_s": 0.3})
 async def test_a_body_that_trickles(bench: Bench) -> None:
-    """A byte now and then is not moving on; it may take any time as long as it does."""
+    """Single bytes are too slow; at 512 bytes a second a body may take any time."""
     slow = await Client.come(bench, POST % 5000)
     answer = asyncio.create_task(slow.rest())
     while not answer.done():
@@ -113,7 +113,7 @@ def test_fast_bodies_do_not_give_way() -> None:
             counted.deadline = asyncio.timeout(None)
             await counted.deadline.__aenter__()
             counted.take(size)
-        assert not bodies.evict()            # nobody's speed is known yet
+        assert not bodies.evict()            # no speed is measured yet
         now[0] += 2
         assert bodies.evict() and slow.evicted and not fast.evicted
         assert bodies.held == 4 * SLOW and not bodies.evict()
@@ -161,17 +161,17 @@ async def test_over_the_limit_who_asks_nothing_gives_way(bench: Bench) -> None:
     await idle.answer()
     silent = [await Client.come(bench) for _ in range(4)]
     await settle(lambda: len(bench.context.connections) == 8)
-    await asyncio.sleep(1.1)                    # until nobody takes them for about to ask
+    await asyncio.sleep(1.1)                    # until they are not expected to ask
     silent += [await Client.come(bench) for _ in range(3)]
     for client in silent[:3]:
         assert await client.rest() == b""       # the oldest
     last = await Client.come(bench, GET)
     assert (await last.answer()).startswith(b"HTTP/1.1 200")
-    idle.writer.write(GET)                      # who asked something stays before who did not
+    idle.writer.write(GET)                      # those that have asked before stay longer
     assert (await idle.answer()).startswith(b"HTTP/1.1 200")
     assert bench.door.in_flight == 3 and len(bench.context.connections) <= 8
     more = [await Client.come(bench, POST % len(BODY) + BODY) for _ in range(5)]
-    await settle(lambda: bench.door.in_flight == 8)    # those who come do not push each other out
+    await settle(lambda: bench.door.in_flight == 8)    # new connections do not evict each other
     answer = await (await Client.come(bench)).rest()
     assert answer.startswith(b"HTTP/1.1 503") and code(answer) == "connections_full"
     assert bench.context.connections.closed["refused"] == 1
@@ -181,7 +181,7 @@ async def test_over_the_limit_who_asks_nothing_gives_way(bench: Bench) -> None:
 
 
 class Newcomer:
-    """A connection that has just come, as the book of connections sees it."""
+    """A new connection, as Connections sees it."""
 
     def expire(self, reason: str) -> None:
         raise AssertionError(reason)
@@ -195,7 +195,7 @@ class Newcomer:
 
 @hosted(server={"max_connections": 4})
 async def test_who_has_sent_a_request_does_not_give_way(bench: Bench) -> None:
-    """Its bytes may wait in the kernel for as long as others keep the loop busy."""
+    """Its bytes may wait in the kernel while the loop is busy."""
     book = bench.context.connections
     kept, fresh = await Client.come(bench, GET), await Client.come(bench)
     await kept.answer()
@@ -249,7 +249,7 @@ def test_the_limit_of_descriptors(monkeypatch: Any) -> None:
 
 @hosted()
 async def test_half_closed(bench: Bench) -> None:
-    """Pages are answered; a POST ends with the sending side, and says so."""
+    """A GET is answered; a POST ends with a 400."""
     async def half(data: bytes) -> bytes:
         client = await Client.come(bench, data)
         client.writer.write_eof()
@@ -272,7 +272,7 @@ async def test_half_closed(bench: Bench) -> None:
 
 @hosted(server={"timeout_s": 1})
 async def test_pages_that_are_not_read(bench: Bench) -> None:
-    """Whoever asks for page after page and reads none is gone in the end."""
+    """A client that asks for many pages and reads none is closed."""
     client = await Client.come(bench)
     client.writer.transport.pause_reading()
     client.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)

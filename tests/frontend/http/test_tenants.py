@@ -1,4 +1,4 @@
-"""Whose caches a request may use: its API key's and its cache_salt's, and what a worker learns of either."""
+"""A request uses the caches of its API key and cache_salt, and workers learn neither."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK = asking(picture(), {"type": "text", "text": "what is this?"})
 
 
 async def seen(bench: Bench, key: str = "", path: str = "/v1/chat/completions", **fields: Any) -> Request:
-    """The request as dispatch gets it."""
+    """The request that dispatch gets."""
     body = {"max_tokens": 4, **({"messages": LOOK} if "chat" in path else {"prompt": "hello " * 100}), **fields}
     answer = await bench.http.post(bench.url + path, json=body, headers=bearer(key) if key else {})
     assert answer.status == 200, await answer.text()

@@ -1,4 +1,4 @@
-"""A web server on the loopback that images are fetched from, in all the ways such a server can behave."""
+"""A web server of images on loopback, with every kind of behaviour."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PNG = b"\x89PNG a picture"
 
 @dataclass
 class Host:
-    """A web server on the loopback that remembers who came."""
+    """A web server on loopback that records its requests."""
 
     port: int
     seen: list[str]

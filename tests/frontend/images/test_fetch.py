@@ -1,4 +1,4 @@
-"""Images by URL: which hosts, how long, how large, and that nothing else is ever dialled."""
+"""Images by URL: hosts, time, size, and that no other address is dialled."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_broken_connections() -> None:
 
 def test_a_name_is_looked_up_once_and_its_checked_address_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(host: Host) -> None:
-        answers = iter([["127.0.0.1"], ["10.0.0.1"]])     # a name that changes its mind
+        answers = iter([["127.0.0.1"], ["10.0.0.1"]])     # a name with changing addresses
         asked = []
 
         async def lookup(name: str, port: int, **options: Any) -> list[Any]:

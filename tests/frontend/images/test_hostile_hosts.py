@@ -1,4 +1,4 @@
-"""Hosts that keep the one who fetches from them busy, and requests that fetch from hosts that never answer."""
+"""Hosts that try to hold the event loop, and hosts that never answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 
 @contextmanager
 def flooding(first: bytes, again: bytes) -> Iterator[int]:
-    """The port of a host that sends `first`, and then `again` without an end."""
+    """The port of a host that sends `first`, then `again` for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def serve() -> None:
             client, _ = listener.accept()
@@ -108,7 +108,7 @@ def test_a_request_whose_hosts_never_answer_lets_others_go_first() -> None:
 
 
 def test_lookups_have_threads_enough() -> None:
-    """A name server that does not answer holds its lookup for longer than the fetch."""
+    """If a name server does not answer, its lookup outlives the fetch."""
     code = """if True:
         import asyncio, os, uvloop
         from epdd.settings.service import MediaSettings

@@ -1,4 +1,4 @@
-"""Formats by their first bytes: those that are taken, those that are only known, and what is no image."""
+"""Formats by their first bytes: supported, known but not supported, and no image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes from headers: what Pillow says of the same files, and the sizes of files that lie or end early."""
+"""Sizes from headers, against Pillow's, and of files with wrong sizes or that end early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save(size: tuple[int, int], form: str, mode: str = "RGB", **options: object)
 
 
 def upright(data: bytes) -> tuple[int, int]:
-    """Pillow's own opinion."""
+    """Pillow's result."""
     with Image.open(io.BytesIO(data)) as image:
         turned = ImageOps.exif_transpose(image)
         assert turned is not None

@@ -1,4 +1,4 @@
-"""file: images: what lies under the configured folders, and not a word about anything else."""
+"""file: images: files below media.folders, and no information about others."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_inside_and_no_readable_file(allowed: Path) -> None:
 
 
 def test_no_refused_source_leaves_a_descriptor(family: ModelInfo, allowed: Path) -> None:
-    """Of files, of web servers and of data: URLs, each way that they can be refused."""
+    """Each refusal of files, of web servers and of data: URLs."""
     os.mkfifo(allowed / "pipe.png")
     (allowed / "large.png").write_bytes(PNG + bytes(9000))
     (allowed / "text.png").write_bytes(b"hello")
@@ -147,7 +147,7 @@ def test_no_refused_source_leaves_a_descriptor(family: ModelInfo, allowed: Path)
 
 
 async def steady_descriptors() -> list[str]:
-    """What this process has open, once that did not change for a while: a closed connection's end is seen later."""
+    """This process's open descriptors, once their number is stable: connections close with a delay."""
     found: list[str] = []
     for _ in range(100):
         await asyncio.sleep(0.05)
@@ -167,7 +167,7 @@ def _link(path: str) -> str:
 
 
 def test_links_that_change_between_look_and_use(allowed: Path) -> None:
-    """Somebody who may write inside swaps a folder for a link to outside, as fast as they can."""
+    """Another process swaps a folder for a link to outside, as fast as it can."""
     secret = allowed.parent / "vault"
     secret.mkdir()
     (secret / "a.png").write_bytes(b"secret")

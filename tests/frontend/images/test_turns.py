@@ -1,4 +1,4 @@
-"""Who gets a free slot."""
+"""The order in which requests get free slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epdd.frontend.images.turns import Turns
 
 
 class Slots:
-    """Requests that take slots and hold them until they are told."""
+    """Requests that take slots and hold them until released."""
 
     def __init__(self, count: int) -> None:
         self.turns, self.order = Turns(count), list[str]()
@@ -64,10 +64,10 @@ def test_no_slot_is_lost_with_a_request_that_leaves(granted: bool) -> None:
         if granted:
             slots.ends[first].set()
             await asyncio.sleep(0)
-            second.cancel()             # its turn has come, and it does not know yet
+            second.cancel()             # its slot is granted, and its task has not run yet
         else:
             second.cancel()
-            slots.ends[first].set()     # the slot is given back before it has heard
+            slots.ends[first].set()     # the slot is released before its task runs
         await asyncio.gather(first, second, return_exceptions=True)
         for _ in range(3):
             await slots.end(slots.take("c"))

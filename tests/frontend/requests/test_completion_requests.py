@@ -1,4 +1,4 @@
-"""Every field of a chat request: what is taken, what is refused, and which field the refusal names."""
+"""Every field of a chat request: accepted values, refusals, and the field that a refusal names."""
 
 from __future__ import annotations
 

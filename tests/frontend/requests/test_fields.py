@@ -1,4 +1,4 @@
-"""The table of fields: it agrees with the definitions, its page is current, and bodies are held to it."""
+"""The table of fields agrees with the definitions, its page is current, and it is enforced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chat(family: ModelInfo, strict: bool = False, **sent: Any) -> completion_req
 
 def test_the_table_and_the_definitions_agree() -> None:
     assert HONOURED.keys() == CHAT | TEXT
-    # What one endpoint takes the other refuses, with the way.
+    # If only one endpoint has a field, the other refuses it with an alternative.
     assert CHAT ^ TEXT <= REFUSED.keys() and not REFUSED.keys() & CHAT & TEXT
     assert not HARMLESS.keys() & (REFUSED.keys() | CHAT | TEXT)
 

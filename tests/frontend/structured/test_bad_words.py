@@ -1,4 +1,4 @@
-"""Words as tokens: every way to cut them, and nothing else."""
+"""Words as tokens: every way to cut them, and no other tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = [VOCABULARY.bytes(token) for token in range(SIZE)]
 
 
 def banned(words: list[str], said: list[int]) -> set[int]:
-    """What the automaton bans behind these tokens, by the rule that `Sampling` gives."""
+    """The tokens that the automaton bans after these tokens, by the rule of `Sampling`."""
     steps = Sampling(max_tokens=1, bad_words=bad_words.steps(tuple(words), VOCABULARY)).bad_words
     states = {0}
     for token in said:
@@ -42,7 +42,7 @@ def test_the_last_token_of_each_spelling_is_banned(word: str, before: list[int])
     spellings = {word, word.lstrip() or word, f" {word.lstrip()}" if word.strip() else word}
     for way in set().union(*(cuts(spelling.encode()) for spelling in spellings)):
         assert way[-1] in banned([word], [*before, *way[:-1]])
-    # And nothing where none of them has begun.
+    # Nothing is banned if none of them has begun.
     apart = {way[0] for spelling in spellings for way in cuts(spelling.encode()) if len(way) == 1}
     assert banned([word], [VOCABULARY.token(b"9") or 0]) == apart
 

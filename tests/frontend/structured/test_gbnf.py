@@ -1,4 +1,4 @@
-"""Grammars in llama.cpp's and xgrammar's notation: the language they stand for is kept."""
+"""Grammars in llama.cpp's and xgrammar's notation keep their language."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> llguidance.LLTokenizer:
 
 
 def fits(text: str, answer: str) -> bool:
-    """Whether the whole answer is one of the grammar's."""
+    """Whether the grammar accepts the whole answer."""
     matcher = grammar.begin(gbnf.lark(text), tokenizer())
     assert not grammar.fault(matcher), grammar.fault(matcher)
     data = list(answer.encode())
@@ -132,7 +132,7 @@ def test_the_deepest_is_written() -> None:
 
 
 def test_large_grammars_take_linear_time() -> None:
-    """As a guard against hanging alone: each of these takes milliseconds."""
+    """Only a guard against hangs: each takes milliseconds."""
     began = time.monotonic()
     for text in ("root ::= " + '"a"? ' * 3000, "\n".join(
             ["root ::= r0", *(f'r{at} ::= r{at + 1} | r{at + 1} "x"' for at in range(490)), 'r490 ::= "y"'])):

@@ -1,4 +1,4 @@
-"""The process that compiles grammars: what takes it too long, kills it or comes while it works."""
+"""The process that compiles grammars: too slow ones, crashes, and concurrent requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def term(**fields: Any) -> str:
 
 @pytest.mark.parametrize("fields", [{"guided_json": ENDLESS}, {"guided_grammar": TANGLED}], ids=["schema", "rules"])
 def test_what_takes_too_long_is_ended(fields: dict[str, Any]) -> None:
-    """By the CPU time it takes, whatever else runs; the daemon's own thread does none of it."""
+    """By CPU time, whatever else runs; the daemon's own thread does none of the work."""
     async def test(checker: GrammarChecker) -> None:
         began = time.thread_time()
         for _ in range(2):      # the second is known
@@ -126,7 +126,7 @@ def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @hosted()
 async def test_others_are_answered_meanwhile(bench: Bench) -> None:
-    """Two of these used to take both threads that read large bodies, for ever."""
+    """Two of these must not block both threads that read large bodies."""
     asked = [asyncio.create_task(bench.chat(guided_json={**ENDLESS, "title": str(at)})) for at in range(3)]
     answer = await bench.chat(user="x" * 70_000)        # so large a body is read in one of those threads
     assert answer.status == 200 and not any(task.done() for task in asked[1:])

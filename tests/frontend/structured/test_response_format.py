@@ -1,4 +1,4 @@
-"""Forms that answers are held to, in every server's spelling: what fits them, and what is refused by name."""
+"""Response formats in every server's fields: matching answers, and refusals that name the field."""
 
 from __future__ import annotations
 

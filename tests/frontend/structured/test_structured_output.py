@@ -1,4 +1,4 @@
-"""response_format and the tool fields: what is refused and under which name, before any worker hears of it."""
+"""response_format and the tool fields: refusals and their fields, before any worker is involved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nested(depth: int) -> Any:
 
 
 def doubling(rule: str, depth: int) -> Any:
-    """Small to write and exponential to write out."""
+    """A short schema that expands exponentially."""
     step = {f"a{at}": {rule: [{"anyOf": [{"type": "string"}, {"$ref": f"#/$defs/a{at + 1}"}]},
                               {"anyOf": [{"type": "integer"}, {"$ref": f"#/$defs/a{at + 1}"}]}]} for at in range(depth)}
     return {"$defs": {**step, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"}
@@ -93,7 +93,7 @@ def test_bad_formats(value: Any) -> None:
     nested(100), doubling("anyOf", 25), {"type": "object", "properties": PROPERTIES},
 ], ids=lambda value: str(value)[:60])
 def test_hard_ones_are_taken_in_bounded_time(schema: Any) -> None:
-    """None is unrolled before an answer comes to it."""
+    """None is expanded before an answer reaches it."""
     assert prepared(response_format=form(schema)).grammar
 
 
@@ -182,7 +182,7 @@ def test_definitions_are_a_tools_own() -> None:
 
 
 def test_what_only_a_tool_may_leave_to_the_model() -> None:
-    """The model reads a tool's schema in its prompt; strict asks for all of it to be enforced."""
+    """The model reads a tool's schema in its prompt; with strict all of it is enforced."""
     hard = {"properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}
     assert prepared(tools=[tool(parameters=hard)])
     assert prepared(tools=[tool(parameters=hard, strict=False)])

@@ -1,4 +1,4 @@
-"""Calls are cut from the text as it comes; where it was cut before does not matter."""
+"""Calls are separated from streamed text; its pieces do not matter."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_stops_do_not_depend_on_the_cutting(text: str, stops: list[str], sizes: 
     for size in sizes:
         given_out += finder.push(text[at:at + size])
         at += size
-        # Nothing that is out may have to be taken back.
+        # Sent text must not be part of a later stop string.
         assert expected(text, stops).startswith(given_out)
     given_out += finder.end()
     assert given_out == expected(text, stops)

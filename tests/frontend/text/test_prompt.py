@@ -1,4 +1,4 @@
-"""Prompts: the ids transformers gives, with no way for a request's text to become a control token."""
+"""Prompts have transformers' ids, and a request's text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CONTINUED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("trim", [False, True])
 def test_a_message_goes_on_as_transformers_lets_it(tmp_path: Path, trim: bool) -> None:
-    """Also where the template takes white space away at the message's ends."""
+    """Also if the template strips the message."""
     transformers = pytest.importorskip("transformers")
     template = TEMPLATE.replace("{{- text }}", "{{- text | trim }}") if trim else TEMPLATE
     own = families.load(str(build_checkpoint(tmp_path / "m", template=template)))
@@ -211,7 +211,7 @@ def test_no_mix_of_pieces_makes_one(pieces: list[str]) -> None:
 
 @lru_cache
 def _shared() -> tuple[PromptMaker, families.ModelInfo]:
-    """Hypothesis runs a test many times and wants no fixtures."""
+    """Shared, because Hypothesis runs a test many times without fixtures."""
     with TemporaryDirectory() as folder:
         family = families.load(str(build_checkpoint(Path(folder) / "vl")))
         return PromptMaker(family, prompt_files(family), EXECUTOR), family
@@ -305,7 +305,7 @@ def test_deeply_nested_tools_are_refused(maker: PromptMaker, family: families.Mo
             f'"tools": [{{"function": {{"name": "f", "parameters": {deep}}}}}]}}')
     with pytest.raises(BadRequest, match="nested"):
         completion_requests.parse(body.encode(), family, "tiny-vl")
-    # Not to be called, so nobody looks at it before the template does.
+    # An uncallable object, which only the template touches.
     shown = body.replace('"parameters"', '"parameters": {}, "other"')
     conversation = completion_requests.parse(shown.encode(), family, "tiny-vl")[1]
     with pytest.raises(BadRequest, match="nested"):

@@ -1,4 +1,4 @@
-"""Reasoning told from answers: the parser on any cut of a text, and what clients see of a thinking model."""
+"""Reasoning and answers: the parser on any pieces of a text, and a thinking model over HTTP."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_cut_in_its_thoughts(bench: Bench) -> None:
 
 @hosted
 async def test_stops_are_looked_for_in_the_thoughts_too(bench: Bench) -> None:
-    """As vLLM does; the closing tag may be one, to get the thoughts alone."""
+    """As in vLLM; the closing tag as a stop gives the reasoning alone."""
     bench.script.play = bench.script.say(SAID)
     for stop in ("circle", "</think>"):
         message = (await (await bench.chat(stop=stop)).json())["choices"][0]["message"]
@@ -199,7 +199,7 @@ async def test_text_completions_stay_as_they_are(bench: Bench) -> None:
 
 
 def test_a_model_that_opens_its_thinking_itself(family: families.ModelInfo) -> None:
-    """The template says nothing of it at the prompt's end; `model.reasoning` off leaves all as it comes."""
+    """The template does not open the tag at the prompt's end; `model.reasoning` off leaves all text as it is."""
     async def go(reasoning: str) -> Any:
         async with serve(replace(family), with_settings(model={"reasoning": reasoning})) as bench:
             bench.script.play = bench.script.say(f"<think>\n{SAID}")
@@ -218,7 +218,7 @@ def test_a_model_that_opens_its_thinking_itself(family: families.ModelInfo) -> N
 
 @hosted
 async def test_history_gives_thoughts_to_the_template(bench: Bench) -> None:
-    """Qwen's templates cut them from an answer's text; a field of their own never gets into it."""
+    """Qwen's templates remove reasoning from an answer's text; `reasoning_content` never gets into the text."""
     def prompt() -> list[int]:
         return bench.script.requests[-1].tokens
 

@@ -1,4 +1,4 @@
-"""Tools in the words of Qwen's own templates, for checkpoints whose template has none."""
+"""Tools as Qwen's templates write them, for checkpoints whose template shows none."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ async def compare(args: argparse.Namespace, report: Report) -> None:
 
 
 def why(ttft: float, tpot: float, throughput: float, bound: float) -> list[str]:
-    """Sentences on the results below the target; `most`: how many times better throughput can be."""
+    """Sentences on the results below the target; `bound`: how many times better throughput can be."""
     reasons = []
     if ttft < TARGET:
         reasons.append(f"TTFT {ttft:.2f} x: prefill, equal for both, is most of it.")

@@ -1,4 +1,4 @@
-"""A control group with a memory limit of its own, for processes that the kernel is to kill for it."""
+"""A control group with a memory limit, for processes that the kernel kills for lack of memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Group:
         self._limit, self._usage = limit, usage
 
     def add(self, pid: int) -> None:
-        """The process, with what it will allocate and the children it will have."""
+        """Add the process: later allocations and children count."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def leave_only(self, spare_bytes: int) -> None:
-        """Limit it to what it has by now, and so much more."""
+        """Limit it to its present use and `more` bytes."""
         (self.folder / self._limit).write_text(str(int((self.folder / self._usage).read_text()) + spare_bytes))
 
 
 @contextmanager
 def memory_group() -> Iterator[Group]:
-    """Skips the test where no group can be made: it takes root, and a controller that is delegated."""
+    """Skips the test if no group can be made, which needs root and a delegated controller."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, folder, kind, options = line.split()[:4]
         if kind == "cgroup" and "memory" in options.split(","):

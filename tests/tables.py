@@ -1,6 +1,6 @@
 """Tables that a run prints at its end.
 
-A row is a property of its test's report: so it reaches the process that prints, whichever process ran the test.
+A row is a property of its test's report, so it reaches the process that prints.
 """
 
 from __future__ import annotations

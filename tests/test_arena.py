@@ -1,4 +1,4 @@
-"""The arena: what one mapping writes the other reads, nothing is reachable outside it, no page is left to be mapped."""
+"""The arena: mappings share their bytes, accesses outside are refused, and no page is left to be mapped."""
 
 import os
 import resource
@@ -41,7 +41,7 @@ def test_reserved_pages_are_really_there(monkeypatch, huge_pages):
     assert before == 0 and os.fstat(fd).st_blocks * 512 == 2 * HUGE
     assert mapping.huge_bytes in (0, 2 * HUGE if huge_pages else 0)     # as the system allows
     assert told == [0.5, 1.0]
-    assert not mapping.populate()       # the rest is another's to reserve
+    assert not mapping.populate()       # other workers reserve the rest
     assert os.fstat(fd).st_blocks * 512 == 2 * HUGE
 
 
@@ -66,7 +66,7 @@ def test_nothing_outside_the_arena(lease):
 
 def test_too_large_an_arena_says_what_to_change(monkeypatch):
     mapping = arena.Mapping(arena.create(1 << 20), 1 << 20)
-    # Never by a real size: reserving more than there is would have the kernel kill something for it.
+    # Not with a real size: the kernel would kill a process for lack of memory.
     monkeypatch.setattr(arena, "_available_bytes", lambda: 4096)
     with pytest.raises(StartupError, match="arena.bytes"):
         mapping.reserve(0, 1 << 20)
@@ -80,11 +80,11 @@ def test_pages_that_are_there_already_need_no_free_memory(monkeypatch):
     fd = arena.create(1 << 20)
     arena.Mapping(fd, 1 << 20).reserve(0, 1 << 20)
     monkeypatch.setattr(arena, "_available_bytes", lambda: 0)
-    arena.Mapping(os.dup(fd), 1 << 20).reserve(4096, 1 << 19)       # a worker that comes back
+    arena.Mapping(os.dup(fd), 1 << 20).reserve(4096, 1 << 19)       # a worker that starts again
 
 
 def test_without_reserved_huge_pages_it_is_made_of_others():
-    """More than anybody has set aside: nothing is taken, and the arena is as it would be without asking."""
+    """If too few huge pages are reserved, none is used."""
     size = 1 << 44
     fd = arena.create(size, reserved_pages=True)
     assert os.fstat(fd).st_size == size and os.fstatvfs(fd).f_bsize == arena.PAGE

@@ -1,4 +1,4 @@
-"""Output in a thread of its own: in order, bounded, never waited for."""
+"""Log output in a thread of its own: in order, bounded, without waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_counted_and_said_once_it_flows(monkeypatch: pytest
     for number in range(log.LINES_MAX + 7):
         output.later(lambda: done.append(1))
     assert output.dropped == 7
-    assert not output.close()           # nobody waits for it
+    assert not output.close()           # no caller waits for it
     stuck.set()
     while not output.close():
         pass

@@ -1,4 +1,4 @@
-"""Whose folders can be believed: those that no other user can change."""
+"""Trusted folders: those that no other user can change."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ def test_ours_is_safe_and_what_others_can_write_to_is_not(tmp_path):
         folder.chmod(mode)
         assert (private.danger(folder) == "") is safe, oct(mode)
     folder.chmod(0o700)
-    tmp_path.chmod(0o777)       # whoever can write above it can put another in its place
+    tmp_path.chmod(0o777)       # a user who can write to the parent can replace it
     assert f"write to {tmp_path} (mode 0777)" in private.danger(folder)
     tmp_path.chmod(0o1777)
     assert private.danger(folder) == ""
@@ -25,7 +25,7 @@ def test_ours_is_safe_and_what_others_can_write_to_is_not(tmp_path):
 
 def test_links_and_files(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
-    assert private.danger(tmp_path / "link") == ""      # we made it
+    assert private.danger(tmp_path / "link") == ""      # made by this user
     (tmp_path / "file").touch()
     assert "not a folder" in private.danger(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
@@ -37,9 +37,9 @@ def test_another_users(tmp_path):
     folder, link = tmp_path / "run", tmp_path / "link"
     folder.mkdir(0o700)
     os.chown(folder, 65534, 65534)
-    assert private.danger(folder) == "" and "user 65534" in private.not_ours(folder)    # root could have given it
+    assert private.danger(folder) == "" and "user 65534" in private.not_ours(folder)    # made by root
     tmp_path.chmod(0o1777)
-    assert f"{folder} is user 65534's" in private.danger(folder)                        # anybody could have made it
+    assert f"{folder} is user 65534's" in private.danger(folder)                        # any user could have made it
     tmp_path.chmod(0o700)
     folder.chmod(0o1777)
     assert "can write to" in private.danger(folder)         # its owner may rename all that is in it

@@ -1,4 +1,4 @@
-"""Listening on a Unix socket: its permissions, and what lies in its place already."""
+"""Listening on a Unix socket: permissions, and existing files in its place."""
 
 from __future__ import annotations
 

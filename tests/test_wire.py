@@ -68,7 +68,7 @@ def test_frames_before_a_bad_one_are_taken():
 
 
 def test_a_lease_in_the_hosts_arena_says_nothing_of_arenas():
-    """Most leases do: their frames are as before there were others."""
+    """Most leases do, and their frames stay short."""
     frame = wire.pack(wire.Encode("e", wire.Lease(4096, 8), (1, 2, 2), 1, (28, 28)))
     assert b"arena" not in frame
     other = wire.Encode("e", wire.Lease(4096, 8, 3), (1, 2, 2), 1, (28, 28))

@@ -1,4 +1,4 @@
-"""The NVML stub, built once, and the table of recorded machines that the run prints at its end."""
+"""The NVML stub, and the table of recorded machines at the run's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def judge(record_property: Callable[[str, object], None]
           ) -> Callable[[str, str, dict[str, tuple[object, object]]], None]:
-    """judge(machine, summary, {what: (found, expected)}): a row of the table, and a failure if anything differs."""
+    """judge(machine, summary, {what: (found, expected)}): adds a row, and fails if a value differs."""
     def compare(machine: str, summary: str, checks: dict[str, tuple[object, object]]) -> None:
         wrong = [f"{what}: {found}, not {expected}" for what, (found, expected) in checks.items() if found != expected]
         record_property(*tables.row("recorded machines", machine, "WRONG" if wrong else "right",

@@ -1,4 +1,4 @@
-"""Runs epdd.hardware.gpus in a process that finds the stub of the driver library (nvml_stub.c)."""
+"""Runs epdd.hardware.gpus in a process with a stub of the driver library (nvml_stub.c)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(library: Path, sysroot: Path, stub: str, **environ: str) -> tuple[list[
 
 
 def lost(library: Path, stub: str, **environ: str) -> str:
-    """What is said of GPU 0 after its worker died."""
+    """The result for GPU 0 after its worker's death."""
     return _run(library, [_LOST], stub, environ).strip()
 
 

@@ -16,7 +16,7 @@ from epdd.hardware import sysfs
 
 SHARED = Path(os.environ.get("EPDD_SHARED") or Path(__file__).resolve().parents[3] / "shared")
 ARCHIVES = SHARED / "topology"
-# What the probe reads; the whole trees are a hundred times as large.
+# Only the files that the probe reads; the whole trees are a hundred times as large.
 _WANTED = re.compile(
     r"(^|/)(proc/(cpuinfo|meminfo|mounts|self/(status|cgroup|cpuset))"
     r"|(cgroup|cpuset)/.*(cpus|mems|max|limit_in_bytes|quota_us|period_us)(\.effective)?"
@@ -27,7 +27,7 @@ _WANTED = re.compile(
 
 
 class Files:
-    """Stands in for the two functions of sysfs that touch the filesystem."""
+    """Replaces the two functions of sysfs that read the file system."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

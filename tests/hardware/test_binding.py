@@ -1,4 +1,4 @@
-"""What /proc says of a process's binding, in all its spellings; and of this very process."""
+"""A process's binding in /proc, in all its formats; and this process's own."""
 
 import os
 import threading

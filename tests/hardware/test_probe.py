@@ -71,7 +71,7 @@ def test_several_nodes_in_one_socket(tmp_path):
 
 
 def test_a_node_is_off_with_its_cpu0_and_leaves_cpus_without_a_node(tmp_path):
-    """Lists of nodes name CPUs that are off; CPUs 1 and 2 are on, but their node is gone."""
+    """Lists of nodes name offline CPUs; CPUs 1 and 2 are online, but their node is not."""
     base = "sys/devices/system"
     found = probe(tree(tmp_path, {f"{base}/cpu/online": "1-2,5", f"{base}/cpu/present": "0-7",
                                   f"{base}/node/online": "1", f"{base}/node/node1/cpulist": "4-7",

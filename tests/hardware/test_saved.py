@@ -1,4 +1,4 @@
-"""Recorded machines, where they are at hand: the probe must tell what lscpu and hwloc do, whatever the oddity."""
+"""Recorded machines, if they are available: the probe must agree with lscpu and hwloc."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ EXPECTED = json.loads((recorded.ARCHIVES / "expected.json").read_text())
 EVERY_CPU = range(4096)
 XMLS = sorted((recorded.ARCHIVES / "gpu").glob("*.xml"))
 
-# What a machine was recorded for, beyond what expected.json counts.
+# Each machine's peculiarity, beyond the counts of expected.json.
 ODDITIES = {
     "ghw-linux-amd64-offlineCPUs": lambda found: ("offline", ranges(found.offline), "2-3"),
     "hwloc-offline-cpu0-node0/offline-cpu0-node0": lambda found: (
@@ -48,7 +48,7 @@ def archive(name):
 
 @functools.cache
 def probed(key):
-    """The whole machine, and what its recorded cpuset leaves of it."""
+    """The whole machine, and its part within the recorded cpuset."""
     root, files = archive(key.split("/")[0])[key]
     with pytest.MonkeyPatch.context() as patch:
         recorded.use(patch, files)

@@ -1,4 +1,4 @@
-"""A topology as a file: what is loaded elsewhere is what was seen here."""
+"""A topology survives saving and loading."""
 
 import json
 from dataclasses import replace

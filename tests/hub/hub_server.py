@@ -3,7 +3,7 @@
     with hub_server.Hub({"org/name": Repo(folder)}) as hub:
         run(env={"HF_ENDPOINT": hub.endpoint})
 
-Large files are said to lie in large-file storage and are answered by a redirect, as the real one does.
+Large files are marked as stored in large-file storage and answered by a redirect, as in the real Hub.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ class Repo:
     gated: bool = False
     token: str = ""             # that opens it; empty: open to all
     damaged: set[str] = field(default_factory=set)      # files whose bytes are not what their hash says
-    lies: dict[str, dict] = field(default_factory=dict)     # by file, what is told of it instead
-    commit: str = ""            # told instead of the true one
+    lies: dict[str, dict] = field(default_factory=dict)     # file -> wrong information about it
+    commit: str = ""            # in place of the true one
 
     def folder(self, revision):
         names = {commit: name for name, commit in COMMIT.items()} | {name: name for name in COMMIT}
@@ -43,7 +43,7 @@ class Hub:
         self.sent = Counter()       # bytes of bodies, by file name
         self.requests = []          # (method, path, Range, Authorization)
         self.cut_after = {}         # file name: bytes after which the connection is cut, once
-        self.hold_after = {}        # file name: bytes after which nothing comes; it ends when `release` is set
+        self.hold_after = {}        # file name: bytes after which it stalls until `release` is set
         self.held, self.release = threading.Event(), threading.Event()
         self.bytes_per_s = 0
         self.fault = 0              # answered to every request

@@ -32,7 +32,7 @@ GUARD_S = 300           # hangs only: the machine may be busy
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders as repositories have them: with other programs' files, as an older revision, and what is not served."""
+    """Folders like repositories: with other programs' files, an older revision, and models that are not served."""
     root = tmp_path_factory.mktemp("repos")
     main = shutil.copytree(DEMO, root / "main", ignore=shutil.ignore_patterns("samples"))
     (main / "onnx").mkdir()
@@ -97,7 +97,7 @@ def test_cold_then_cached_and_offline(hub, run, models):
     assert (folder / WEIGHTS).is_symlink()
     assert all((folder / name).read_bytes() == (models["main"] / name).read_bytes() for name in wanted)
     assert hub.sent[WEIGHTS] == SIZE
-    # Again: asked whether there is a newer one, and nothing fetched; offline not even asked.
+    # Again: it asks for a newer revision and fetches nothing; offline it does not ask.
     before = dict(hub.sent)
     assert run("pull", ID).returncode == 0
     asked = len(hub.requests)
@@ -106,7 +106,7 @@ def test_cold_then_cached_and_offline(hub, run, models):
     assert "is here already" in offline.stderr
     seen = run("check", ID, "--json", HF_HUB_OFFLINE="1")
     assert json.loads(seen.stdout)["folder"] == str(folder)
-    # What the daemon does with links: it serves them, by the id, and asks nobody.
+    # The daemon serves a model by its id from the cache's links, without the network.
     plan = run("serve", ID, "--plan", HF_HUB_OFFLINE="1")
     assert plan.returncode == 0 and "encoder/0" in plan.stdout, plan.stderr
     assert (dict(hub.sent), len(hub.requests)) == (before, asked)
@@ -221,7 +221,7 @@ def test_a_service_downloads_only_if_its_settings_say_so(hub, run, tmp_path):
     assert allowed.returncode == 0 and hub.sent[WEIGHTS] == SIZE, allowed.stderr
     with manager:
         manager.settimeout(GUARD_S)
-        # systemd's patience with a start is extended for as long as bytes come.
+        # systemd's start timeout is extended while bytes arrive.
         status, extend = manager.recv(4096).decode().split("\n")
     assert status.startswith("STATUS=downloading org/demo: ") and status.endswith(" of 4.19 MB")
     assert extend == "EXTEND_TIMEOUT_USEC=300000000"
@@ -231,7 +231,7 @@ def test_serve_downloads_and_serves_by_the_id(hub, run, tmp_path):
     process = run.start("serve", ID, "--port", "0", "--emulate", "router-table", "--set",
                         f"admin.socket={tmp_path}/admin.sock", "--set", "arena.bytes=0x4000000")
     try:
-        # In place of the process that downloaded: `python -m epdd`, as every daemon.
+        # `python -m epdd` replaces the process that downloaded.
         daemon = Daemon(process, tmp_path)
         daemon.log = lambda: process.stderr.read()
         daemon.listening().ready()

@@ -1,4 +1,4 @@
-"""Random checkpoints of the three families, written offline, and what transformers itself answers with them.
+"""Random checkpoints of the three families, written offline, and transformers' answers with them.
 
 The weights are wide enough (std) that greedy answers vary with the prompt and with the pixels; sizes are
 the smallest that still exercise grouped heads, deepstack and window attention.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-BLOCK = 24      # of no side a divisor: the blocks at two edges are cut off
+BLOCK = 24      # divides no side, so that blocks at two edges are cut off
 QWEN = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -34,7 +34,7 @@ def build(source: Path, folder: Path, scheme: str, dtype: torch.dtype, scale_dty
           ) -> tuple[Path, Path]:
     """(the checkpoint in FP8, the same dequantised by hand in `dtype`): matrices of both halves' layers.
 
-    The language model's first layer stays as it is, as matrices that quantisers leave out do.
+    The language model's first layer is not quantised, like matrices that quantisers leave out.
     """
     config, kind = SCHEMES[scheme]
     quantized, plain = folder / "fp8", folder / "plain"
@@ -50,7 +50,7 @@ def build(source: Path, folder: Path, scheme: str, dtype: torch.dtype, scale_dty
             scales, whole = _scales(scheme, tensor, rng, scale_dtype)
             fp8 = (tensor.float() / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
             stored[name], stored[name.removesuffix("weight") + kind] = fp8, scales
-            if scheme == "tensor":      # of activations, which nothing here needs
+            if scheme == "tensor":      # of activations, which are not used
                 stored[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
             by_hand[name] = (fp8.float() * whole).to(dtype)
         save_file(stored, quantized / path.name, metadata={"format": "pt"})
@@ -73,7 +73,7 @@ def edit(folder: Path, **fields: Any) -> None:
 
 def _scales(scheme: str, tensor: torch.Tensor, rng: torch.Generator, dtype: torch.dtype
             ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As stored, and as large as the matrix."""
+    """Scales as stored, and expanded to the matrix."""
     rows, columns = tensor.shape
     high, wide = {"tensor": (rows, columns), "channel": (1, columns)}.get(scheme, (BLOCK, BLOCK))
     scales = (torch.rand(-(-rows // high), -(-columns // wide), generator=rng) * 0.01 + 0.001).to(dtype)

@@ -1,4 +1,4 @@
-"""Random JSON schemas of five kinds, every one with an answer of bounded length: a random model finds no end alone."""
+"""Random JSON schemas of five kinds, with answers of bounded length, because a random model finds no end itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin socket: private, one line in and out, robust against what may be written to it."""
+"""The admin socket: private, one line in and out, robust against any input."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Machines and a model family for tests of placement and of what shows it."""
+"""Machines and a model family for tests of placement and its display."""
 
 from __future__ import annotations
 

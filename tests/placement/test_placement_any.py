@@ -52,7 +52,7 @@ def decide(topology, **asked):
 
 
 def check(topology, plan):
-    """What holds for every plan, whatever was asked."""
+    """Invariants of every plan."""
     cpus = {cpu.id: cpu for cpu in topology.cpus}
     nodes = {node.id: node for node in topology.nodes}
     specs = plan.specs
@@ -135,7 +135,7 @@ def test_devices_are_obeyed_or_refused(topology, encoders, pds):
 @settings(max_examples=200, deadline=None)
 @given(topologies(), st.data())
 def test_tables_are_obeyed_or_refused(topology, data):
-    """Encoders whose CPUs are given keep them to themselves; the rest is placed around them."""
+    """Encoders with given CPUs have them alone; the others are placed around them."""
     cpus = sorted(cpu.id for cpu in topology.cpus)
     chosen = data.draw(st.lists(st.sampled_from(cpus), min_size=1, max_size=4, unique=True))
     config = Config(worker=(WorkerOverride("encoder", cpus=tuple(sorted(chosen))),))

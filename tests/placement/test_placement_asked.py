@@ -1,4 +1,4 @@
-"""What the operator asks for: counts by device, and [[worker]] tables."""
+"""Placement by operators: counts by device, and [[worker]] tables."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What workers take of their GPUs' memory, on stubbed machines of 1, 2, 5 and 8 GPUs; the sums are made by hand."""
+"""Workers' use of GPU memory, on fake machines with 1, 2, 5 and 8 GPUs; the sums are made by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""tools/audit.py finds what it is there for."""
+"""tools/audit.py finds each kind of fault."""
 
 from email.message import Message
 

@@ -10,7 +10,7 @@ from epdd.hardware import saved
 from epdd.settings.config import SECTIONS
 
 ROOT = Path(__file__).parents[2]
-# Not CHANGELOG.md, which names what was.
+# Not CHANGELOG.md, which has former names.
 PAGES = [*(ROOT / "docs").rglob("*.md"), *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md")]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
 

@@ -1,4 +1,4 @@
-"""`make` on a machine that lacks something, or where an earlier try was broken off."""
+"""`make` on a machine that lacks a program, or after an interrupted installation."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def tools(tmp_path):
 
 def test_an_environment_without_pip_is_made_anew(tmp_path):
     folder = tmp_path / "venv"
-    # What Debian leaves behind where python3-venv is missing.
+    # What Debian leaves behind if python3-venv is missing.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (folder / "left").touch()
     done = prepare(folder, sys.executable)

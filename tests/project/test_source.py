@@ -1,4 +1,4 @@
-"""What the source never does, held by its syntax: SECURITY.md and timers rely on it."""
+"""Calls that the source must not have, found by syntax: SECURITY.md and timers rely on it."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import epdd
 
 FOLDER = Path(epdd.__file__).parent
 TREES = {path.relative_to(FOLDER): ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")}
-# Modules that run what they read, and names of other modules' functions that do.
+# Modules that execute their input, and such functions of other modules.
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle", "multiprocessing"}
 LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("torch.jit", "load"), ("torch.hub", "load")}
 # Time of day: for people and clients, never for a timer.

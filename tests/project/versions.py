@@ -1,7 +1,7 @@
-"""The oldest and the newest transformers that setup.cfg allows, each with the tests that lean on it: `make versions`.
+"""Runs the tests that depend on transformers with its oldest and newest version in setup.cfg: `make versions`.
 
-They are installed beside the environment, into build/versions, and come before its own on the path.  What they need
-that the environment has in a newer form is named here; torch is too large to be had in several versions.
+The versions are installed into build/versions, which precedes the environment on the path.  Requirements that the
+environment has in a newer version are listed here; torch is too large for several versions.
 """
 
 import os

@@ -73,7 +73,7 @@ def test_how_many_workers(text, found):
 
 
 def test_workers_one_by_one(tmp_path):
-    """The example of the reference file, read, and both ways to write CPUs."""
+    """The example of the reference file, and both ways to write CPUs."""
     example = re.search(r"^# \[\[worker\]\](?:\n# .*)+", REFERENCE.read_text(), re.MULTILINE)[0]
     file = tmp_path / "epdd.toml"
     file.write_text(re.sub(r"^# (.*?)( +\(.*)?$", r"\1", example, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Boots a real systemd as PID 1 on this machine's own /usr, in a container that leaves nothing behind.
+"""Boots a real systemd as PID 1 on this machine's own /usr, in a temporary container.
 
 The root is an empty tmpfs over a read-only /usr (systemd-nspawn --volatile), so there is no image to build.
 """
@@ -29,7 +29,7 @@ find $group -depth -type d -exec rmdir {} + 2>/dev/null
 
 
 def missing() -> str:
-    """Why a container cannot be booted here, or nothing."""
+    """Why a container cannot be booted here; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in ("systemd-nspawn", "nsenter", "unshare", "kill"):
@@ -90,7 +90,7 @@ class Machine:
         return self.run("journalctl", "-u", "epdd", "-o", "cat", "-n", "60", "--no-pager", check=False).stdout
 
     def processes(self) -> list[int]:
-        """The service's processes, as this side numbers them."""
+        """The service's processes, by pids outside the container."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cgroup"):
             try:
@@ -120,7 +120,7 @@ class Machine:
         raise AssertionError(f"systemd did not boot:\n{self._log.read_text(errors='replace')[-4000:]}")
 
 
-# What differs from the installed service: times that a test can wait for.
+# Differences from the installed service: shorter times.
 DROP_IN = """
 WatchdogSec=6s
 TimeoutAbortSec=1s
@@ -128,7 +128,7 @@ TimeoutAbortSec=1s
 
 
 def installed(folder: Path, drop_in: str) -> dict[str, Path]:
-    """The service as `make install-system` would leave it, made in `folder`: what lies where in the root.
+    """The service as installed by `make install-system`, made in `folder`: paths in the root -> sources.
 
     The interpreter and the packages that run the tests are below /opt/epdd, where DynamicUser can reach them:
     a venv below /root or /home would be closed to it.

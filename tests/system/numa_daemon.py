@@ -1,5 +1,5 @@
-"""What epdd.service runs in the machine of numa_machine.py: the daemon itself with workers that need no torch, which
-is too slow there, and display devices as GPUs.
+"""The program of epdd.service in the machine of numa_machine.py: the daemon with workers without torch, which is too
+slow there, and with display devices as GPUs.
 """
 
 import sys
@@ -11,7 +11,7 @@ from tests.system import numa_gpus
 
 
 class StatusWithPlan(Status):
-    """Beside what is in force for a worker, what was planned for it."""
+    """A worker's status with its plan beside its actual binding."""
 
     def _worker(self, worker):
         return super()._worker(worker) | {"planned_cpus": worker.spec.cpus, "planned_threads": worker.spec.threads}

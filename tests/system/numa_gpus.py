@@ -1,4 +1,4 @@
-"""Display devices taken for GPUs: stands in for NVML in the machine of numa_machine.py, which has no driver."""
+"""Replaces NVML in the machine of numa_machine.py, which has no driver: display devices count as GPUs."""
 
 import sys
 import types
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Nvml(types.ModuleType):
-    """Display devices as GPUs; what it does not know fails as NVML does where a card cannot do it."""
+    """Display devices as GPUs; unknown calls fail like NVML's unsupported ones."""
 
     class NVMLError(Exception):
         pass

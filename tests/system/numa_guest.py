@@ -1,7 +1,7 @@
-"""Runs inside the machine of numa_machine.py: changes what systemd and the kernel leave to epdd.service.
+"""Runs inside the machine of numa_machine.py: changes the CPUs and memory nodes of epdd.service.
 
-Prints one JSON object of what /proc says after each change; what is right is test_numa.py's to say.  Reads /proc
-by its own code, not by that under test.
+Prints one JSON object with /proc's state after each change, which test_numa.py checks.  Reads /proc by its own code,
+not by the code under test.
 """
 
 import json
@@ -17,11 +17,11 @@ from tests.system import numa_gpus, numa_worker
 
 UNIT = "epdd.service"
 SOCKET = Path("/run/epdd/admin-8765.sock")
-CHANGE_S = 120.0        # a look of the daemon is 5 s, the machine slow
+CHANGE_S = 120.0        # the daemon checks every 5 s, and the machine is slow
 
 
 def systemctl(*argv):
-    # Its 25 s are soon over when the kernel moves pages to other nodes, in the middle of systemd's write to the cpuset.
+    # Its 25 s pass quickly while the kernel moves pages to other nodes during systemd's write to the cpuset.
     environment = {**os.environ, "SYSTEMD_BUS_TIMEOUT": str(CHANGE_S)}
     return subprocess.run(["systemctl", *argv], check=True, stdout=subprocess.PIPE, text=True, env=environment
                           ).stdout.strip()
@@ -53,7 +53,7 @@ def seen(worker):
 
 
 def status():
-    """The workers as the daemon has them; none while it does not answer."""
+    """The daemon's workers; none if it does not answer."""
     try:
         return client.ask(SOCKET, "status")["workers"]
     except client.CtlError:
@@ -61,7 +61,7 @@ def status():
 
 
 def settled(cpus, nodes):
-    """The service once its workers are planned for just these CPUs and NUMA nodes and all serve."""
+    """The service once its workers are planned for exactly these CPUs and NUMA nodes and are all ready."""
     end = time.monotonic() + CHANGE_S
     while time.monotonic() < end:
         workers = status()

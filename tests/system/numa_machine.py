@@ -1,4 +1,4 @@
-"""Boots a real kernel and systemd in QEMU with NUMA nodes this machine does not have, and runs a Python module there.
+"""Boots a real kernel and systemd in QEMU with several NUMA nodes, and runs a Python module there.
 
 Two sockets, four NUMA nodes of two CPUs, a fifth node with memory alone, and three display devices in place of
 GPUs: on node 0, on node 2, and on a bus of no node.  The guest's root is an empty tmpfs over this machine's own
@@ -17,8 +17,8 @@ from tests.system import boot
 
 REPOSITORY = Path(__file__).parents[2]
 KERNEL = REPOSITORY / "build" / "kernel"        # downloaded once; `make clean` removes it
-BOOT_S = 1800.0         # a hang: two minutes on two idle cores have been ten on a busy machine
-BOOTS_MAX = 3           # where QEMU itself dies of a signal: its parallel emulation has races on a busy host
+BOOT_S = 1800.0         # a hang: it takes two minutes on two idle cores and has taken ten on a busy machine
+BOOTS_MAX = 3           # if QEMU itself dies of a signal: its parallel emulation has races on a busy host
 # What the kernel needs to mount the root, in the order of their dependencies.
 MODULES = ("virtio_ring", "virtio", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci", "netfs", "fscache",
            "9pnet", "9pnet_virtio", "9p")
@@ -41,7 +41,7 @@ while read -r target source; do mkdir -p .$target; mount -o bind "/host$source" 
 umount /proc /dev
 exec switch_root /root /usr/lib/systemd/systemd
 """
-# All that the guest boots for: when it ends, well or not, the machine goes down.
+# The guest's only job: when it ends, the machine powers off.
 UNIT = """
 [Unit]
 DefaultDependencies=no
@@ -57,7 +57,7 @@ StandardError=inherit
 
 
 def missing() -> str:
-    """Why it cannot be booted here, or nothing; may download the kernel."""
+    """Why it cannot be booted here; empty if it can.  May download the kernel."""
     if platform.machine() != "x86_64":
         return "the guest runs this machine's programs on an x86-64 kernel"
     for program in ("qemu-system-x86_64", "cpio", "dpkg-deb", "apt-get"):
@@ -69,7 +69,7 @@ def missing() -> str:
 
 
 def run(program: str, drop_in: str, folder: Path) -> str:
-    """What the module `program`'s main() printed in the guest, where epdd.service has `drop_in`."""
+    """The output of the module `program`'s main() in the guest, with `drop_in` for epdd.service."""
     binds = boot.installed(folder, drop_in)
     (folder / "units" / "guest.service").write_text(UNIT.format(program=program))
     command = ["qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,la57=off",

@@ -1,4 +1,4 @@
-"""The fake worker with what can be seen of its binding: memory touched after it, and as many threads as told."""
+"""The fake worker with a visible binding: memory touched after it, and a given number of threads."""
 
 import mmap
 import signal

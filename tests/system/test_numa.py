@@ -12,7 +12,7 @@ from tests.system import numa_machine
 pytestmark = [pytest.mark.slow, pytest.mark.takes(240)]
 
 CPUS_OF = {0: {0, 1}, 1: {2, 3}, 2: {4, 5}, 3: {6, 7}}
-# -c, since a main module would be imported again in every worker.  Long limits, since all is emulated.
+# -c, because a main module would be imported again in every worker.  Long limits, because all is emulated.
 DROP_IN = """
 WatchdogSec=10min
 Environment=EPDD_FLEET_STALL_S=120
@@ -24,7 +24,7 @@ ExecStart=/opt/epdd/venv/bin/python -c 'from tests.system import numa_daemon; nu
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """All that the guest saw; it is booted once."""
+    """The guest's results; it is booted once."""
     reason = numa_machine.missing()
     if reason:
         pytest.skip(f"no NUMA machine: {reason}")
@@ -51,7 +51,7 @@ def check(service, nodes, cpus):
 
 
 def same_placements(before, after):
-    """Names of the workers that sit where they sat."""
+    """Names of the workers whose placement is the same."""
     return [name for name, worker in after["workers"].items() if name in before["workers"] and all(
         worker[part] == before["workers"][name][part] for part in ("device", "node", "planned_cpus"))]
 

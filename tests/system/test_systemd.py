@@ -58,7 +58,7 @@ def red_square():
 
 
 def processes(machine):
-    """How many run on our interpreter."""
+    """How many processes run on the service's interpreter."""
     return int(machine.run("sh", "-c", "readlink /proc/[0-9]*/exe | grep -c /opt/epdd", check=False).stdout)
 
 
@@ -146,7 +146,7 @@ def test_cpus_taken_away_while_running_are_noticed(service):
     before = {worker["name"]: worker["cpus"] for worker in at_start}
     with cpuset(service, f"{first},{last}") as allowed:
         allowed.write_text(str(last))
-        # The kernel takes the CPUs at once; that the workers are placed anew is ours.
+        # The kernel removes the CPUs at once; the daemon then places the workers again.
         status = wait_for_workers(service, lambda status: status["placement"]["changes"])
         assert [worker["cpus"] for worker in status["workers"]] == [[last]] * len(at_start)
         assert all(change.endswith(f" to CPUs {last} of NUMA node 0") for change in status["placement"]["changes"])
@@ -214,7 +214,7 @@ def test_the_request_log_and_the_cache_have_their_folders(service):
     assert service.run("stat", "-L", "-c", "%a", "/var/cache/epdd").stdout.strip() == "750"
 
 
-# What a client sees of a crash: a stream that has begun, and is killed in its midst.
+# A client's view of a crash: a stream that breaks.
 IN_FLIGHT = """
 import http.client, json, os, signal, sys
 connection = http.client.HTTPConnection("127.0.0.1", 8765, timeout=60)
@@ -268,7 +268,7 @@ def test_stop_leaves_nothing(service):
     service.run("systemctl", "stop", "epdd")
     assert processes(service) == 0
     assert service.show("ActiveState", "Result", "ExecMainStatus") == ["inactive", "success", "0"]
-    # One may be multiprocess's resource tracker, which ends by itself once it sees that the daemon is gone.
+    # One may be multiprocess's resource tracker, which ends by itself after the daemon.
     left = service.journal().rpartition("Stopping epdd")[2].count("SIGKILL")
     assert left <= 1, "the daemon left processes to systemd"
     assert service.run("ls", "-A", "/run").stdout.split().count("epdd") == 0

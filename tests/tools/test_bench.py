@@ -1,4 +1,4 @@
-"""The benchmarks' own sums, and the checkpoint that they are run on."""
+"""The benchmarks' arithmetic, and their random checkpoint."""
 
 import importlib.util
 
@@ -60,7 +60,7 @@ def test_a_random_model_speaks_for_ever(tmp_path):
     said = set(random_model.printable(checkpoints.transformers.AutoTokenizer.from_pretrained(folder).get_vocab()))
     assert len(answer) == 48 and set(answer) <= said and not set(answer) & set(family.eos_ids)
     assert len(set(answer)) > 8
-    # What it says hangs on the picture.
+    # Its answer depends on the picture.
     other = checkpoints.reference_generate(folder, prompt, [checkpoints.picture(64, 64, seed=1)], 48)
     assert other != answer
     assert np.isfinite(answer).all()

@@ -1,4 +1,4 @@
-"""The demo model is only as true as its world: drawings, labels and answers must agree."""
+"""The demo model's world: drawings, labels and answers must agree."""
 
 import random
 

@@ -32,7 +32,7 @@ def test_every_schedule_of_a_small_scenario_holds(name):
 
 
 def released_with_the_request(monkeypatch):
-    """Bytes go back with the last request, whoever still touches them."""
+    """Fault: bytes are freed with the last request, while a process may touch them."""
     def release(self, embedding):
         self._dereference(embedding)
         if embedding.ref_count == 0 and not embedding.ready:
@@ -56,7 +56,7 @@ def released_twice(monkeypatch):
 
 
 def readers_hold_nothing(monkeypatch):
-    """A PD worker's reading keeps no bytes."""
+    """Fault: a PD worker's reading does not hold its bytes."""
     start = Pipeline._start
 
     def without(*args):
@@ -67,7 +67,7 @@ def readers_hold_nothing(monkeypatch):
 
 
 def held_until_cancelled(monkeypatch):
-    """A work is taken to be over when it is asked to stop, not when it has stopped."""
+    """Fault: a work counts as ended when it is cancelled, not when it has stopped."""
     cancel = Work.cancel
 
     def at_once(self):
@@ -79,7 +79,7 @@ def held_until_cancelled(monkeypatch):
 
 
 def works_end_with_their_socket(monkeypatch):
-    """A lost worker's bytes are given away while its process may still be there."""
+    """Fault: a lost worker's bytes are freed while its process may still run."""
     restart = Supervisor.restart
 
     def early(self, name):
@@ -92,7 +92,7 @@ def works_end_with_their_socket(monkeypatch):
 
 
 def nobody_is_woken(monkeypatch):
-    """Room that comes back with a work's end is told to nobody."""
+    """Fault: room that is freed at a work's end wakes no waiting request."""
     unpin = EncoderCache.unpin
 
     def silent(self, embedding):
@@ -103,12 +103,12 @@ def nobody_is_woken(monkeypatch):
 
 
 def holes_stay(monkeypatch):
-    """What a request waits for may lie between cached embeddings."""
+    """Fault: a request waits although only cached embeddings are in its way."""
     monkeypatch.setattr(ArenaSpace, "only_cached", False)
 
 
 def the_cancelled_is_not_tried_again(monkeypatch):
-    """An image that is wanted again while its cancelled encoding ends is encoded by nobody."""
+    """Fault: an image that is requested again while its cancelled encoding ends is never encoded."""
     ended = Encoding._ended
 
     def forgets(self, job, worker, event):
@@ -122,14 +122,14 @@ def the_cancelled_is_not_tried_again(monkeypatch):
 
 
 def an_embedding_is_kept_after_its_shrink(monkeypatch):
-    """The whole lease is taken back when only its tail was free."""
+    """Fault: the whole lease is freed instead of its unused tail."""
     def shrink(self, offset, length, wanted):
         self.release(offset, length)
     monkeypatch.setattr(Extents, "shrink", shrink)
 
 
 def requests_take_what_they_get(monkeypatch):
-    """A choice that is cut short keeps its leases for ever."""
+    """Fault: a choice that is cut short keeps its leases for ever."""
     release = Pipeline._release
 
     def keep_one(self, embeddings):
@@ -139,13 +139,13 @@ def requests_take_what_they_get(monkeypatch):
 
 
 def streams_begin_anew(monkeypatch):
-    """What a client has read already is told again."""
+    """Fault: a stream repeats tokens that it has sent."""
     run = Pipeline.run
     monkeypatch.setattr(Pipeline, "run", lambda self, request: run(self, replace(request, whole=True)))
 
 
 def nobody_hears_that_all_begins_anew(monkeypatch):
-    """The second answer is added to what came of the first."""
+    """Fault: the retry's answer is appended to the first one's beginning."""
     run = Pipeline.run
 
     async def silent(self, request):
@@ -157,7 +157,7 @@ def nobody_hears_that_all_begins_anew(monkeypatch):
 
 
 def images_that_are_gone_are_encoded_again(monkeypatch):
-    """A second try takes an answer's images to be there still."""
+    """Fault: a retry assumes that the answer's images are still there."""
     monkeypatch.setattr(Request, "has_images", True)
 
 
@@ -172,4 +172,4 @@ def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(Violation) as found:
         explore("planted", at_random(0, 3000))
-    assert "TypeError" not in str(found.value)      # it is what was planted that was found, not a broken plant
+    assert "TypeError" not in str(found.value)      # the planted fault was found, not an error of the plant

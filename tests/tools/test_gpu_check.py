@@ -41,7 +41,7 @@ def test_a_part_that_fails_or_takes_too_long_is_a_row(tmp_path):
 
 
 def test_what_a_machine_lacks_is_all_that_epdd_needs_but_what_it_brings():
-    """A requirement of setup.cfg that nobody brings along would end every part."""
+    """A requirement of setup.cfg that is neither expected nor installed would end every part."""
     import configparser
     import re
 

@@ -32,7 +32,7 @@ def test_a_killed_daemon_leaves_nothing_and_starts_clean():
 
 @pytest.mark.slow
 def test_beside_hostile_clients_nothing_is_lost_or_wrong_and_nothing_is_left():
-    """So short a run judges neither times nor memory."""
+    """A short run checks neither times nor memory."""
     told = soak("--hostile", "--seconds", "16")
     assert "lost 0, wrong 0" in told and "nothing was lost" in told
     # Each of these came, and was refused, closed or held.

@@ -1,8 +1,8 @@
 """A device of epdd.worker.kernels.cuda's kind without a GPU: host memory, and streams that run as late as they may.
 
-What is given to a stream is done only when somebody waits for it: an answer that goes out without having waited carries
-wrong bytes, and the test sees them.  Memory that others may open is a memfd; its handle names it by process, so it
-cannot be opened once its owner is gone, and what is copied from it then is noise.
+A stream's work is done only when it is waited for: an answer that is sent without a wait carries wrong bytes, which the
+test sees.  Memory that others may open is a memfd; its handle names it by process, so it cannot be opened once its
+owner is gone, and later copies from it are noise.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class Stream:
         self.done = 0               # calls made
 
     def run(self, until=None):
-        """Do what has been given to it, up to the `until`th call."""
+        """Do its work, up to the `until`th call."""
         while self.pending and (until is None or self.done < until):
             self.pending.pop(0)()
             self.done += 1
@@ -36,7 +36,7 @@ class Event:
 
 
 class FakeDevice:
-    """`process`: whom it says it belongs to; an owner cannot open its own memory, as with CUDA."""
+    """`process`: its pretended owner, which cannot open its own memory, as with CUDA."""
 
     def __init__(self, name="cuda:0", total=1 << 30, process=None):
         self.name, self.torch = name, torch.device("cpu")
@@ -112,7 +112,7 @@ class FakeDevice:
         return Event(stream or self._current)
 
     def wait(self, event, stream=None):
-        # torch's own work on the CPU is done when it is called, so what it must come after is done now.
+        # torch's work on the CPU runs when it is called, so the work before it runs now.
         event.stream.run(event.at)
 
     def reached(self, event):

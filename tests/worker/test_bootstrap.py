@@ -22,7 +22,7 @@ from tests.worker.language import pd
 
 pytestmark = pytest.mark.takes(30)
 
-HANG_S = 60.0           # then something stands still
+HANG_S = 60.0           # seconds: a hang
 
 
 class Worker:
@@ -44,7 +44,7 @@ class Worker:
         return wire.from_worker(self._file.read(header))
 
     def until(self, *kinds: type) -> list[wire.FromWorker]:
-        """All but heartbeats, up to the first of one of these kinds."""
+        """Messages without heartbeats, up to the first of these kinds."""
         seen = []
         while not seen or not isinstance(seen[-1], kinds):
             message = self.read()

@@ -211,7 +211,7 @@ def sweep(args: argparse.Namespace, report: Report) -> None:
 
 
 def worth(p99: Sequence[float], rate: float, here: int = 4) -> str:
-    """A sentence on the gain from CPU encoders; p99 in seconds with 0, 1, 2... of them; `here`: the number that it describes."""
+    """A sentence on the gain from CPU encoders; p99 in seconds with 0, 1, 2... of them, `here` the present number."""
     last = len(p99) - 1
     here = min(here, last - 1)
     pays = next(n for n in range(last + 1) if p99[last] >= (1 - PAYS) ** (last - n) * p99[n])

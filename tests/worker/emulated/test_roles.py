@@ -1,4 +1,4 @@
-"""Emulated roles on a clock that only their waiting moves: what goes out when, and what a lease must hold."""
+"""Emulated roles on a clock that only their waits advance: times of messages, and contents of leases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID, ROWS, SIZE, BYTES = (1, 4, 6), 6, (84, 56), 6 * 8 * 2 * 2
 
 
 class World:
-    """A role, its clock and what it said, with the real second of each message; waking takes `latency_s`."""
+    """A role, its clock and its messages with the real second of each; waking takes `latency_s`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group: Any, scale: float = 1.0, latency_s: float = 0.0,
                  **options: Any) -> None:

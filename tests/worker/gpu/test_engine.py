@@ -93,7 +93,7 @@ def test_without_a_kernel_each_sequence_is_attended_to_alone(checkpoint: Callabl
 
 
 def test_a_step_copies_ahead_and_waits_before_it_lets_go(checkpoint: Callable[..., str]) -> None:
-    """A cancelled request's copies are done when its Cancelled is sent: its lease may be written to at once."""
+    """A cancelled request's copies are done before its Cancelled: its lease may be overwritten at once."""
     folder = checkpoint("qwen3_vl")
     device = FakeDevice()
     ours = bench(folder, device, max_batched_tokens=16)

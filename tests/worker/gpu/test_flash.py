@@ -89,7 +89,7 @@ def test_torchs_kernels_refuse_a_cpu_without_harm() -> None:
 
 
 def test_the_operator_has_the_arguments_that_we_name() -> None:
-    """Their order and names are all of a private operator that we lean on; shapes are tried on the meta device."""
+    """epdd depends on a private operator's names and order only; shapes are tried on the meta device."""
     names = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     assert names[:10] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
                           "return_debug_mask"]

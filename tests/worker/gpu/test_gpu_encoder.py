@@ -1,4 +1,4 @@
-"""The GPU encoder on the fake device: rows where they belong when they are told, and what errors of CUDA do to whom."""
+"""The GPU encoder on the fake device: embeddings in place when answered, and the effects of CUDA errors."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_image_that_does_not_fit_alone_either_fails_alone_and_the_worker_prov
 
 
 def test_an_only_image_is_told_at_once(bench: Bench) -> None:
-    """The daemon tries it once more, alone, and perhaps elsewhere."""
+    """The daemon retries it once, alone, possibly on another encoder."""
     bench.submit("0", checkpoints.picture(56, 56))
     bench.device.inject("synchronise", NO_MEMORY)
     bench.run()
@@ -189,7 +189,7 @@ def test_patches_are_cut_as_on_cpus(bench: Bench) -> None:
 
 def test_packed_attention_is_told_who_belongs_together(checkpoint: Callable[..., str],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel itself needs a GPU: here its place is taken by one made of its arguments."""
+    """The kernel needs a GPU: here a function of its arguments replaces it."""
     def by_bounds(scale: float, query: Any, key: Any, value: Any, segments: Any) -> torch.Tensor:
         assert segments.bounds.dtype == torch.int32 and segments.longest == max(segments.lengths)
         parts = []

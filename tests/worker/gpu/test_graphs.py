@@ -1,4 +1,4 @@
-"""Decode graphs with a recorder that does again what it was given, from the same buffers."""
+"""Decode graphs with a recorder that replays calls on the same buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class Model:
-    """Notes what it is called with; its "logits" are the ids, the sum of positions and the layout."""
+    """Records its arguments; its "logits" are the ids, the sum of positions and the layout."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []

@@ -49,7 +49,7 @@ def test_rows_come_as_they_were_stored(host, number):
 
 
 def test_without_waiting_nothing_is_there(host):
-    """What the fake is for: an encoder that answers at once hands over what was there before."""
+    """The fake's purpose: an encoder that answers without a wait hands over old bytes."""
     encoder, pd = pair(host)
     lease = wire.Lease(0, 4096, 3)
     encoder.store(rows(1), lease)

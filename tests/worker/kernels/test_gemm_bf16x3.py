@@ -18,7 +18,7 @@ from epdd.worker.vision.grids import Segments, segments
 
 pytestmark = pytest.mark.skipif(gemm_bf16x3.missing() != "", reason=gemm_bf16x3.missing())
 
-# The norm of the error over the norm of what is wanted.  Without the last part of the numbers it is 1e-5.
+# Norm of the error over the norm of the result.  Without the last of the three parts it is 1e-5.
 NEAR = 1e-6
 DONE = {Activation.NONE: lambda rows: rows, Activation.SILU: functional.silu,
         Activation.GELU_TANH: lambda rows: functional.gelu(rows, approximate="tanh")}
@@ -76,9 +76,9 @@ def test_rows_may_lie_in_any_shape() -> None:
 
 
 def test_sums_of_equal_terms_do_not_drift() -> None:
-    """Nothing is left out on one side only: by parts that are all cut off, this would be 4.7e-7."""
+    """The parts are rounded, not truncated: with truncation this would be 4.7e-7."""
     plain = linear(1024, 32, bias=False)
-    number = 1 + 2 ** -7 - 2 ** -23         # whose parts, cut off, would all be below it
+    number = 1 + 2 ** -7 - 2 ** -23         # truncated parts would all be below it
     plain.weight.fill_(number)
     found = gemm_bf16x3.ManyRowsLinear(plain)(torch.full((40, 1024), number))
     assert error(found, torch.full((40, 32), 1024 * number ** 2, dtype=torch.float64)) < 3.5e-7

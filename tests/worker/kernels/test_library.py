@@ -1,4 +1,4 @@
-"""The compiled kernels against torch and transformers; without them, what they would have done is done by torch."""
+"""The compiled kernels against torch and transformers; without them torch computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
 def test_it_is_there_where_a_compiler_is() -> None:
-    """Else the tests below are skipped, and nobody sees that the sources no longer compile."""
+    """Else the tests below are skipped, and sources that do not compile go unnoticed."""
     assert native.PATH.exists()
 
 
@@ -219,7 +219,7 @@ def test_without_kernels_the_answers_are_the_same_and_an_operator_is_told(
 
 @built
 def test_logits_do_not_depend_on_the_company(checkpoint: Callable[..., str]) -> None:
-    """Also where others' prompts are computed in the same steps."""
+    """Also if other prompts are computed in the same steps."""
     folder = checkpoint("qwen3_vl")
     logprobs = []
     for crowd in (0, 5):

@@ -1,4 +1,4 @@
-"""The first cosines of fresh processes with two threads, several processes at once: so MKL's race was seen."""
+"""The first cosines of new processes with two threads, several processes at once, which showed MKL's race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PD engine without a process around it: requests made like the daemon's, answers sorted by request."""
+"""A PD engine in this process: requests like the daemon's, answers by request."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class Bench:
         return answers
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens say, control tokens left out."""
+        """The tokens' text without control tokens."""
         vocabulary = _vocabulary(self._folder)
         return b"".join(vocabulary.bytes(token) for token in tokens if not vocabulary.is_special(token)).decode()
 
     @staticmethod
     def token(folder: str, text: str) -> int:
-        """The one token that stands for this text alone."""
+        """The single token of this text."""
         return next(token for token in range(1000) if _vocabulary(folder).bytes(token) == text.encode())
 
     @staticmethod
@@ -137,7 +137,7 @@ class Bench:
 
 
 def digest(image: Image.Image) -> str:
-    """As the daemon's: of nothing but what the picture is."""
+    """A digest of the picture's content, as the daemon's."""
     return wire.content_hash(f"{image.size}".encode() + image.tobytes())
 
 

@@ -181,7 +181,7 @@ def test_a_poisoned_image_fails_its_request_only(checkpoint: Callable[..., str])
 
 
 def test_random_traffic_under_pressure_keeps_every_promise(checkpoint: Callable[..., str]) -> None:
-    """Arrivals, cancels and preemptions at random; leases are overwritten as soon as the worker lets go of them."""
+    """Random arrivals, cancels and preemptions; leases are overwritten as soon as the worker releases them."""
     folder = checkpoint("qwen3_vl")
     rng = random.Random(7)
     bench = pd.Bench(folder, headroom=16, kv_tokens=640, max_batched_tokens=48, max_sequences=12)

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes beside decoding sequences, for engines of known speed."""
+"""Prompt tokens of a step beside decoding sequences, for engines of known speed."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ def test_a_step_takes_as_long_as_it_may() -> None:
 @given(decode_s=st.floats(1e-3, 1.0), token_s=st.floats(1e-5, 1e-2), was=st.floats(1e-5, 1e-2),
        step_s=st.floats(0.01, 1.0))
 def test_it_follows_an_engine_that_is_not_as_it_was(decode_s: float, token_s: float, was: float, step_s: float) -> None:
-    """As prompts grow attention costs more, as processors cool down products cost less."""
+    """Longer prompts make attention slower, cooler processors make products faster."""
     beside = settled(step_s, decode_s, was)
     for _ in range(150):
         assert beside.tokens is not None and beside.tokens >= LEAST

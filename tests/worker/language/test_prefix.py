@@ -1,4 +1,4 @@
-"""What is known of KV memory: a tree that must say nothing false, whatever is held, moved, grown and given back."""
+"""The prefix tree over KV memory is right after any reserving, moving, growing and releasing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def items_of(runs: list[tuple[int, int]]) -> list[int]:
 
 
 def rows_of(items: list[int]) -> torch.Tensor:
-    """What stands for keys: each row is a hash of all items up to its own."""
+    """Fake keys: each row is a hash of all items up to its own."""
     state, rows = hashlib.blake2b(digest_size=4), []
     for item in items:
         state.update(str(item).encode() + b" ")
@@ -37,7 +37,7 @@ def rows_of(items: list[int]) -> torch.Tensor:
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences come, grow, are known to others and go, within the memory that they reserve."""
+    """Sequences begin, grow, share their prefixes and end, within the memory that they reserve."""
 
     def __init__(self) -> None:
         super().__init__()

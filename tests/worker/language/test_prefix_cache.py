@@ -1,4 +1,4 @@
-"""Answers with a prefix cache are those without, token for token; and what it saves is really saved."""
+"""Answers with and without prefix cache are equal, token for token, and cached tokens are not computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Part = int | Image.Image
 
 
 def cached(bench: pd.Bench, work_id: str) -> int:
-    """Tokens of its prompt that a request says were not computed for it."""
+    """Cached prompt tokens that a request reports."""
     return next(message.cached_tokens for message in bench.of(work_id) if isinstance(message, wire.Prefilled))
 
 
@@ -93,7 +93,7 @@ def test_the_next_turn_finds_the_answer_too(checkpoint: Callable[..., str]) -> N
 
 
 def test_no_hit_across_images(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal tokens about other pictures: nothing behind the first other picture is taken for known."""
+    """Equal tokens with other pictures: nothing after the first different picture is a hit."""
     folder = checkpoint("qwen3_vl")
     a, b, c = (checkpoints.picture(100, 80, seed=seed) for seed in range(3))
     bench = pd.Bench(folder)
@@ -200,7 +200,7 @@ def test_a_running_request_is_a_beginning_too(checkpoint: Callable[..., str]) ->
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_random_conversations_under_pressure(checkpoint: Callable[..., str], family: str) -> None:
-    """Few beginnings, many ends, several answers each, too little memory: evicted, preempted, moved, cancelled."""
+    """Few prefixes, many endings, several answers each, too little memory: evictions, preemptions, moves, cancels."""
     folder = checkpoint(family)
     rng = random.Random(11)
     bench = pd.Bench(folder, headroom=1, kv_tokens=640, max_batched_tokens=48, max_sequences=12)
@@ -267,7 +267,7 @@ def test_a_prompt_of_nearly_all_memory_finds_itself(checkpoint: Callable[..., st
 
 
 def test_what_was_not_computed_again_is_not_taken_for_known(checkpoint: Callable[..., str]) -> None:
-    """Preempted, forgotten, begun anew and cancelled on the way: its memory holds only a part of what it once had."""
+    """Preempted, evicted, restarted and cancelled: its memory holds only a part of its former content."""
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder, headroom=1, kv_tokens=4 * BLOCK_SIZE, max_batched_tokens=32)
     prompt = pd.prompt(folder, [120])

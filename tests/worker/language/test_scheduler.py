@@ -14,7 +14,7 @@ def sequence(name: str, prompt: int, answer: int, tenant: str = "") -> Sequence:
 
 
 def play(scheduler: Scheduler[Sequence], batch: Batch[Sequence]) -> list[Sequence]:
-    """What the engine does with a batch; the sequences that ended."""
+    """Runs a batch as the engine does; returns the sequences that ended."""
     ended = []
     for s, count in batch.chunks:
         s.computed += count

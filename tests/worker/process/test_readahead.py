@@ -1,4 +1,4 @@
-"""Reading ahead: every byte of a half and no more, told truly, and never a reason for a worker to fail."""
+"""Reading ahead: every byte of a half and no more, right progress, and no failure of a worker."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The threads of real workers, counted and placed by /proc: as many compute as cores are bound, none elsewhere."""
+"""Threads of real workers, by /proc: one computing thread for each bound core, and none on other CPUs."""
 
 from __future__ import annotations
 

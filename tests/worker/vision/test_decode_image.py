@@ -197,7 +197,7 @@ def test_no_pixel_is_made_of_a_size_that_the_daemon_did_not_see(data: bytes, mon
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_metadata_is_no_business_of_the_decoder() -> None:
-    """What Pillow would read in Python: EXIF tags that lie over one another, resources of Photoshop, comments."""
+    """Metadata that Pillow would parse in Python: overlapping EXIF tags, Photoshop resources, comments."""
     image = picture(40, 30).convert("CMYK")
     plain = encoded(image, "JPEG", quality=90)
     stuffed = plain[:2] + hostile.overlapping_exif(2700) + hostile.segment(
@@ -228,7 +228,7 @@ def test_packed_texts_of_a_png_are_not_unpacked(text: bytes, monkeypatch: pytest
 
 
 def test_a_large_image_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are put together right, and memory is that of the pixels and a piece more."""
+    """The result is right, and memory is that of the pixels and one piece."""
     rgba = picture(61, 47).convert("RGBA")
     rgba.putalpha(Image.linear_gradient("L").resize(rgba.size))
     depth = Image.fromarray(np.arange(61 * 47, dtype=np.uint16).reshape(47, 61) * 22)

@@ -23,7 +23,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def normalised(patches: np.ndarray[Any, Any], family: families.ModelInfo) -> np.ndarray[Any, Any]:
-    """What the patch embedding's folded weights do to the bytes, done by hand, with the still's second frame."""
+    """The effect of the patch embedding's folded weights on the bytes, by hand, with the still's second frame."""
     cube = patches.reshape(len(patches), 3, 1, family.patch, family.patch) / 255.0
     mean, std = (np.array(x).reshape(1, 3, 1, 1, 1) for x in (family.mean, family.std))
     return np.repeat((cube - mean) / std, family.temporal, 2).reshape(len(patches), -1)

@@ -100,7 +100,7 @@ def test_without_compiled_kernels_the_same_bits(checkpoint: Callable[..., str], 
 
 def test_no_second_copy_and_bounded_bands(checkpoint: Callable[..., str], tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the loader makes is what the model computes with, and nothing but a band a thread besides."""
+    """The loader writes into the model's own memory and needs only one more band a thread."""
     fp8, _ = quantized.build(Path(checkpoint("qwen3_vl", dtype="bfloat16")), tmp_path, "block", torch.bfloat16)
     places: dict[int, int] = {}
     fresh = dequantize._fresh

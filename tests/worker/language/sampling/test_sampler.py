@@ -130,7 +130,7 @@ def test_only_allowed_tokens() -> None:
     chooser = sampler(temperature=0.0, allowed_token_ids=(7, 3, 900))
     assert not chooser.plain and drawn(chooser, logits, 3) == [7, 7, 7]
     assert set(drawn(sampler(seed=1, temperature=2.0, allowed_token_ids=(7, 3)), logits * 0, 200)) == {3, 7}
-    # The end token is one like others, and where min_tokens bans all that is allowed it gives way.
+    # The end token is an ordinary one; if min_tokens bans all allowed tokens, min_tokens does not apply.
     alone = sampler(stop=frozenset({7}), temperature=0.0, allowed_token_ids=(7,), min_tokens=2)
     assert drawn(alone, logits, 2) == [7, 7]
 

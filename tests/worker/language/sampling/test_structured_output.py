@@ -1,4 +1,4 @@
-"""Answers of the real engine with random weights, held to a grammar."""
+"""Answers of the real engine with random weights and a grammar."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def constraint(folder: str, text: str, ignore_eos: bool = False) -> GrammarMask:
 
 
 def test_200_random_schemas_are_kept(checkpoint: Callable[..., str]) -> None:
-    """All run at once; every answer has an end in reach, so none may be cut by its length."""
+    """All run at once; every answer is bounded, so none may be cut by its length."""
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder, kv_tokens=1 << 15)
     wanted = {f"{kind.__name__} {seed}": kind(random.Random(seed)) for kind in schemas.KINDS for seed in range(40)}
@@ -75,7 +75,7 @@ def test_200_random_schemas_are_kept(checkpoint: Callable[..., str]) -> None:
 
 
 def test_free_json_is_whole_or_cut_by_its_length(checkpoint: Callable[..., str]) -> None:
-    """json_object has no bounds: a random model may write on for ever, and what is cut is the beginning of JSON."""
+    """json_object is unbounded: a random model may never end, and a cut answer is the beginning of JSON."""
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder, kv_tokens=1 << 15)
     text = structured_output.parse({"response_format": {"type": "json_object"}}).grammar
@@ -141,7 +141,7 @@ def test_bias_weighs_what_is_legal(checkpoint: Callable[..., str]) -> None:
 
 
 def test_where_an_answer_may_end_or_go_on(checkpoint: Callable[..., str]) -> None:
-    """A number may end after any digit: the model's choice, min_tokens puts it off, ignore_eos to the last."""
+    """A number may end after any digit: the model decides, min_tokens and ignore_eos delay the end."""
     folder = checkpoint("qwen3_vl")
     number = grammar({"type": "integer", "minimum": 0})
     eos = {token: 100.0 for token in families.load(folder).eos_ids}
@@ -191,7 +191,7 @@ def test_a_bad_grammar_fails_its_request_only(checkpoint: Callable[..., str], te
 
 
 def test_a_schema_that_leads_nowhere_is_no_answer(checkpoint: Callable[..., str]) -> None:
-    """`a` must be what `a` must be: found when the answer has come there, and told instead of ended as if whole."""
+    """`a` refers to itself: the request fails when the answer reaches it, instead of ending as if complete."""
     endless = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"],
                "additionalProperties": False}
     text, last, _ = answer(checkpoint("qwen3_vl"), grammar=grammar(endless))
@@ -212,7 +212,7 @@ def test_text_is_free_until_a_call_begins(checkpoint: Callable[..., str]) -> Non
     eos = list(families.load(folder).eos_ids)
 
     def follow(text: str) -> GrammarMask | None:
-        """Where a text leads; None if it leaves the grammar."""
+        """The state after a text; None if the grammar does not allow it."""
         at = constraint(folder, tools())
         try:
             for char in text:
@@ -239,7 +239,7 @@ def test_text_is_free_until_a_call_begins(checkpoint: Callable[..., str]) -> Non
 ])
 def test_forced_calls_are_calls(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
                                 fields: dict[str, Any], names: set[str], most: int) -> None:
-    """No end is wanted as long as something else is legal: as many calls as may be."""
+    """With ignore_eos there are as many calls as the grammar allows."""
     monkeypatch.setattr(tool_fields, "CALLS_MAX", 5)
     folder = checkpoint("qwen3_vl")
     bench = pd.Bench(folder, kv_tokens=1 << 15)
@@ -259,7 +259,7 @@ def test_forced_calls_are_calls(checkpoint: Callable[..., str], monkeypatch: pyt
 
 
 def test_tokens_that_stand_for_text_are_text(checkpoint: Callable[..., str]) -> None:
-    """Control tokens are never legal inside an answer, ids without a token neither; the end only at the end."""
+    """Control tokens and ids without a token are never allowed inside an answer; the end token only at its end."""
     folder = checkpoint("qwen3_vl")
     free = constraint(folder, tools())
     legal = free.legal()
@@ -291,7 +291,7 @@ def test_a_ban_gives_way_only_where_nothing_else_is_legal() -> None:
 
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_grammar_begins_after_the_thoughts(checkpoint: Callable[..., str], opens: bool) -> None:
-    """Thoughts are free text that cannot end the answer; what follows the closing token fits."""
+    """Reasoning is free text that cannot end the answer; the text after the closing tag fits the grammar."""
     folder = checkpoint("qwen3_vl")
     start, end = 11, 12     # any two tokens will do
     bench = pd.Bench(folder, kv_tokens=1 << 14)

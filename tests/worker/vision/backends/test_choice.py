@@ -15,7 +15,7 @@ from tests.worker.vision.test_tower import loaded
 
 
 class Invented(cpu.Plain):
-    """torch's own products and some fault; how fast it is said to be comes from the test."""
+    """torch's products with a fault; the test gives its speed."""
 
     def __init__(self, name: str, wrong: float = 0.0, wrong_whole: float = 0.0, fault: str = "",
                  missing: str = "") -> None:
@@ -117,7 +117,7 @@ def test_a_damaged_memory_is_none(tmp_path: Path, data: bytes) -> None:
 
 
 def test_no_other_user_can_write_into_the_memory(tmp_path: Path) -> None:
-    """Whatever the umask: a pipe put there would keep a worker waiting at its start."""
+    """With any umask: a pipe there would block a worker's start."""
     before = os.umask(0)
     try:
         memory = remembered.Memory(tmp_path / "epdd", {})

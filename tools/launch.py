@@ -114,7 +114,7 @@ class Daemon(Server):
             self.command += ["--set", setting]
 
     def ask(self, verb: str, **fields: Any) -> Any:
-        """One request over the admin socket.  Raises CtlError while nobody listens."""
+        """One request over the admin socket.  Raises CtlError if no daemon listens."""
         return client.ask(self.socket, verb, **fields)
 
     def status(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def check_outcome(asker: Asker, given: Scenario, happened: Counter[str]) -> None
     if asker.anew > min(1, sum(happened[kind] for kind in ("death", "order"))):
         raise Violation(f"{asker.request.id} began anew {asker.anew} times")
     if asker.outcome == "cancelled" and not happened["cancel"]:
-        raise Violation(f"{asker.request.id} was cancelled by nobody")
+        raise Violation(f"{asker.request.id} was cancelled without a cause")
     elif error is not None and not _fair(asker, error, given, happened):
         raise Violation(f"{asker.request.id} failed for no reason: {type(error).__name__}: {error}")
 

@@ -21,7 +21,7 @@ CLIENTS = 8
 ANSWER_S = 200.0        # seconds, then it counts as lost: a hung worker is replaced long before
 THINK_S = 0.05          # between two requests of a client, at most
 PICTURES = 48           # asked repeatedly, half of the times as new files that are in no cache
-ABORT_S = 0.8           # a client leaves within so long
+ABORT_S = 0.8           # seconds within which a client leaves
 FITTING = {"worker_lost", "no_worker", "image_rejected", "prompt_rejected"}     # errors due during a fault
 
 RIGHT, REFUSED, LEFT, FITS, BROKEN = "right", "refused", "left", "error", "BROKEN"      # BROKEN: a broken connection

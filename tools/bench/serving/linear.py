@@ -131,9 +131,9 @@ def write(report: Report, args: argparse.Namespace, found: dict[str, dict[int, R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder (default: the demo model)")
-    parser.add_argument("--images", type=int, default=32, help="up to so many in one request")
+    parser.add_argument("--images", type=int, default=32, help="most images in one request")
     parser.add_argument("--side", type=int, default=224, help="of the square images, in pixels")
-    parser.add_argument("--streams", type=int, default=64, help="up to so many at once")
+    parser.add_argument("--streams", type=int, default=64, help="most streams at once")
     parser.add_argument("--isl", type=int, default=16, help="words of a stream's prompt")
     parser.add_argument("--osl", type=int, default=32, help="tokens of a stream's answer")
     parser.add_argument("--rounds", type=int, default=5)

@@ -114,7 +114,7 @@ def main() -> None:
     one.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "auto"])
     one.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of epdd")
     one.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, Poisson")
-    one.add_argument("--at-once", type=int, nargs="*", default=[], help="always so many requests: saturation")
+    one.add_argument("--at-once", type=int, nargs="*", default=[], help="constant numbers of requests (saturation)")
     one.add_argument("--requests", type=int, default=30, help="at each rate")
     one.add_argument("--warm-up", type=int, default=2, metavar="REQUESTS", help="before, one after the other")
     one.add_argument("--images", type=int, default=4)

@@ -57,7 +57,7 @@ def write(report: Report, points: Sequence[Point], base: str) -> None:
             for name in [base, *others] if any(point["server"] == name for point in points)}
     report.table("Most requests a second that were measured", ["server", "requests/s", f"{base} to it"],
                  [[name, most, best[base] / most if base in best else None] for name, most in best.items()])
-    report.plot("serve", "The same checkpoint on the same CPUs, by growing load up to so many requests always at once",
+    report.plot("serve", "The same checkpoint on the same CPUs, by growing load up to a constant number of requests",
                 "requests a second done",
                 [_panel(points, title, "ms", metric, "p99", _done) for title, metric in (
                     ("P99 TPOT", "tpot"), ("P99 TTFT", "ttft"), ("P99 gap between tokens", "gap"))], log=True)

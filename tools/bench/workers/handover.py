@@ -243,7 +243,7 @@ def receive_pickle(sock, size):
 
 
 def encoding(folder, side, repeats):
-    """CPU seconds to encode an image of so many pixels a side, (into a lease, into private memory), taking turns."""
+    """CPU seconds to encode an image with `side` pixels a side, (into a lease, into private memory), in turns."""
     model = str(random_model.build(folder, TOWER))
     size = 256 << 20
     mapping = arena.Mapping(arena.create(size), size, True)

@@ -52,7 +52,7 @@ async def usage(bench: Bench) -> None:
 
 
 @case("D35", "stop string over several tokens", "a known answer; one stop, four, the first token, one that never comes",
-      "the same text both ways, nothing of the stop, held text comes at the end")
+      "the same text both ways, without the stop; held text comes at the end")
 async def stops(bench: Bench) -> None:
     for stop, text, reason in (("colours and shap", "Hello! I can name ", "stop"),
                                (["xyz", "zz", "count them", "name colours and sh"], "Hello! I can ", "stop"),
@@ -74,7 +74,7 @@ def byte_tokens(text: str) -> list[int]:
 
 @case("D36", "characters split over tokens",
       "U+1FAE0, U+1F979 and U+9F9C byte by byte, among broken ones; cut in the middle",
-      "stream and whole are alike; U+FFFD only for what is no character; a cut leaves one or none",
+      "streamed or not, the same text; U+FFFD only for invalid bytes; a cut leaves one or none",
       policy="an unfinished character at the end becomes one U+FFFD")
 async def characters(bench: Bench) -> None:
     for char in ("\U0001fae0", "\U0001f979", "\u9f9c"):
@@ -91,7 +91,7 @@ async def characters(bench: Bench) -> None:
 
 
 @case("D37", "token limits", "max_tokens 0, -1, \"5\", null, 10^9; max_completion_tokens, alone and besides",
-      "0, -1, \"5\": 400 with the field; null: absent; 10^9: all there is", policy="-1 is refused; the newer name wins")
+      "0, -1, \"5\": 400 with the field; null: absent; 10^9: what fits", policy="-1 is refused; the newer name wins")
 async def limits(bench: Bench) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (0, -1, "5", 1.5):
@@ -117,7 +117,7 @@ BAD_SCHEMAS: list[Any] = [
 
 @case("D38", "bad response_format",
       "a property that is a string; a broken pattern; no schema; $ref to itself and to nothing",
-      "400 response_format at once, and no worker hears of it", policy="never ignored")
+      "400 response_format at once, no worker is involved", policy="never ignored")
 async def formats(bench: Bench) -> None:
     for form in BAD_SCHEMAS:
         reply = await bench.refused(None, "Hello", response_format=form)
@@ -177,7 +177,7 @@ def processor_ticks(pid: int) -> int:
 
 
 @case("D45", "other servers' fields", "prompt_logprobs, n_predict, options, two formats; bad_words, a choice, seed -1",
-      "400 naming the field and the way here; honoured", policy="a constraint is never dropped")
+      "400 naming the field and the alternative; honoured", policy="a constraint is never dropped")
 async def others(bench: Bench) -> None:
     for fields, param, way in (
             ({"prompt_logprobs": 1}, "prompt_logprobs", "use logprobs"), ({"n_predict": 4}, "n_predict", "max_tokens"),

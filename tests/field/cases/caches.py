@@ -34,7 +34,7 @@ async def shapes(bench: Bench) -> None:
 
 
 @case("D30", "same question, other image; same image, other question", "and 10,000 random files",
-      "never another's answer; the second pair is encoded once; no two keys alike")
+      "never another's answer; the second pair is encoded once; no two keys are equal")
 async def identities(bench: Bench) -> None:
     red, blue = pictures.circle("red", 111), pictures.circle("blue", 111)
     before = encoded(bench)
@@ -60,7 +60,7 @@ async def after_failure(bench: Bench) -> None:
     await bench.ready()
 
 
-@case("D32", "eight identical images at once, the first leaves", "while the encoders stand still",
+@case("D32", "eight identical images at once, the first leaves", "while the encoders are stopped",
       "the other seven are right; encoded once or twice")
 async def single_flight(bench: Bench) -> None:
     before = encoded(bench)

@@ -80,8 +80,8 @@ async def leaving(bench: Bench) -> None:
 
 
 @case("D42", "failure after the first token", "the PD worker is killed after five tokens; and before the first",
-      "an error frame, [DONE], no finish_reason; before the first token: placed again, 400 the second time",
-      policy="before the first token it is tried once more", kills=("pd/0",))
+      "an error event, [DONE], no finish_reason; before the first token: retried, 400 the second time",
+      policy="before the first token it is retried once", kills=("pd/0",))
 async def broken_stream(bench: Bench) -> None:
     async with bench.stream("Hello") as answer:
         lines = [await answer.content.readline() for _ in range(12)]
@@ -115,7 +115,7 @@ async def broken_stream(bench: Bench) -> None:
 
 
 @case("D43", "bodies of every size", "3 MB in chunks; 200 MB with and without a length; JSON 100,000 deep",
-      "200; 413 as soon as it is known, no more memory than the limit; 400", daemon="small")
+      "200; 413 as soon as the size is known, memory within the limit; 400", daemon="small")
 async def bodies(bench: Bench) -> None:
     limit = 8 * MIB
     noise = await asyncio.to_thread(pictures.noise, 64, 64)
@@ -150,9 +150,9 @@ async def bodies(bench: Bench) -> None:
         assert (await bench.post(deep)).status == 400
 
 
-@case("D46", "half requests", "20 times silent, half a head, half a body, a byte now and then",
+@case("D46", "half requests", "20 times silent, half a head, half a body, single bytes",
       "closed, 408, 408; others are served meanwhile; nothing counts against server.max_requests",
-      policy="who is silent is closed without a word, who began is told (408)", daemon="impatient")
+      policy="silent connections are closed; those with half a request get a 408", daemon="impatient")
 async def half_requests(bench: Bench) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n".encode()
 
@@ -176,7 +176,7 @@ async def half_requests(bench: Bench) -> None:
 
 @case("D47", "a client closes its sending side", "shutdown(SHUT_WR) after GET /ping; after a POST",
       "200; 400 client_left, and the work ends",
-      policy="a half-closed connection cannot be told from one whose client is gone, so a POST ends with it")
+      policy="a half-closed connection looks as if its client had left, so a POST ends with it")
 async def half_closed(bench: Bench) -> None:
     body = json.dumps(asking("Hello", **LONG)).encode()
     get = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"

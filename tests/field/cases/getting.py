@@ -16,7 +16,7 @@ DEADLINE_S = 4.0        # media.timeout_s of the shared daemon
 FETCHES_MAX = 32
 
 
-@case("D15", "base64 with line breaks, without padding", "76 letters a line; no =; URL-safe; letters that are none",
+@case("D15", "base64 with line breaks, without padding", "76 letters a line; no =; URL-safe; invalid letters",
       "200 and the same cache entry; 400 invalid_base64_image")
 async def base64_forms(bench: Bench) -> None:
     data = pictures.noise(40, 41, seed=15) + b"\0"
@@ -45,8 +45,8 @@ async def data_urls(bench: Bench) -> None:
         await bench.refused(code, pictures.part(url), COLOUR)
 
 
-@case("D17", "a host that has no image", "404, 403, 500, HTML with 200, nobody there, no such name",
-      "400 failed_to_download_image; HTML: invalid_image_format", policy="its 5xx is a 400 too; not tried again")
+@case("D17", "a host that has no image", "404, 403, 500, HTML with 200, closed port, no such name",
+      "400 failed_to_download_image; HTML: invalid_image_format", policy="its 5xx is a 400 too; not retried")
 async def no_image(bench: Bench) -> None:
     for path, code in (("/status/404", "failed_to_download_image"), ("/status/403", "failed_to_download_image"),
                        ("/status/500", "failed_to_download_image"), ("/page", "invalid_image_format")):
@@ -59,7 +59,7 @@ async def no_image(bench: Bench) -> None:
 
 
 @case("D18", "a host that never answers", "64 such requests at once, and a text request; then a client that leaves",
-      "400 each at media.timeout_s of its fetch; all else goes on; who leaves is not fetched for")
+      "400 each after media.timeout_s of its fetch; others are served; no fetch for clients that left")
 async def silent_host(bench: Bench) -> None:
     part = pictures.part(bench.host.url + "/hang")
     asked = [asyncio.create_task(bench.ask(part, COLOUR)) for _ in range(64)]
@@ -125,15 +125,15 @@ def file_urls(allowed: str) -> list[str]:
 
 
 @case("D21", "file: where none are allowed", "a bare path, dots, percent-encoded dots, a host",
-      "400, in the same words whether or not the file is there", policy="off by default; media.folders allows some")
+      "400, the same message whether or not the file exists", policy="off by default; media.folders allows some")
 async def files(bench: Bench) -> None:
     await bench.refused("invalid_image_url", pictures.part("/etc/passwd"), COLOUR)
     replies = [await bench.refused("invalid_image_url", pictures.part(url), COLOUR) for url in file_urls("/allowed")]
     assert len({reply.error["message"] for reply in replies}) == 1
 
 
-@case("D21f", "file: from below a folder", "the same, where the folder is allowed; a file in it; one that is not there",
-      "400 in the same words for all outside; 200; image_file_not_found", daemon="small")
+@case("D21f", "file: from below a folder", "the same, with the folder allowed; a file in it; a missing one",
+      "400 with the same message for all outside; 200; image_file_not_found", daemon="small")
 async def folder(bench: Bench) -> None:
     (bench.folder / "a.png").write_bytes(pictures.circle("green", 64))
     (bench.folder / "photo.jpg").write_bytes(pictures.turned(6))
@@ -148,7 +148,7 @@ async def folder(bench: Bench) -> None:
 
 
 @case("D22s", "presigned URL", "%2F, %40, %3a and %7E in path and query, by itself and behind a redirect",
-      "the host sees the bytes that the user gave", policy="only what no request line can hold is encoded")
+      "the host gets the user's bytes", policy="only bytes that a request line cannot hold are encoded")
 async def presigned(bench: Bench) -> None:
     signed = "/a%2Fb/%40%3a%7E.png?X-Signature=%2F%2b%3D&X-Date=2026-12-01T00:00:00Z"
     bench.host.seen.clear()

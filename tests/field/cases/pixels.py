@@ -36,14 +36,14 @@ async def orientation(bench: Bench) -> None:
 
 
 @case("D02", "palette PNG with tRNS", "index 1: green, and transparent", "200, white",
-      policy="what is transparent lies on white")
+      policy="transparent pixels become white")
 async def palette(bench: Bench) -> None:
     await bench.other_view(plain("white"), plain("lime"))
     await bench.same_view((pictures.palette(), plain("white")))
 
 
 @case("D03", "transparent pixels that hide a colour", "64x64 RGBA, all (255, 0, 0, 0)", "200, white",
-      policy="what is transparent lies on white")
+      policy="transparent pixels become white")
 async def alpha(bench: Bench) -> None:
     await bench.same_view((plain((255, 0, 0, 0), mode="RGBA"), plain("white")),
                           (plain((0, 0), mode="LA"), plain("white")))
@@ -102,7 +102,7 @@ async def aspect(bench: Bench) -> None:
 
 
 @case("D10", "truncated JPEG", "without its last 1, 16, 128 bytes; half of it", "400 image_parse_error",
-      policy="what is missing is never guessed", repeats=25)
+      policy="missing pixels are never guessed", repeats=25)
 async def truncated(bench: Bench) -> None:
     whole = pictures.photo()
     assert (await bench.ask(whole, "What is this?", max_tokens=1)).status == 200
@@ -122,8 +122,8 @@ async def bomb(bench: Bench) -> None:
         assert {reply.error["code"] for reply in replies} == {"image_too_large"}
 
 
-@case("D11s", "small files of much work", "JPEG of 3,000 scans, BMP of runs, GIF of sub-blocks, PNG of chunks",
-      "400 image_too_large from the header", policy="what costs a decoder steps is counted before it begins")
+@case("D11s", "small files that take long", "JPEG of 3,000 scans, BMP of runs, GIF of sub-blocks, PNG of chunks",
+      "400 image_too_large from the header", policy="scans, segments and chunks are counted before decoding")
 async def much_work(bench: Bench) -> None:
     for data in (hostile.scans(8000, 7998, 3000), hostile.run_length(1000, 1100, b"\1\1" * 1000 + b"\0\0"),
                  hostile.sub_blocks(100_000), hostile.png(8, 8, hostile.chunk(b"abCd") * 40_000),
@@ -134,7 +134,7 @@ async def much_work(bench: Bench) -> None:
 
 
 @case("D11h", "two sizes in one file", "PNG with two headers or another chunk first, GIF with an empty sub-block",
-      "400 image_parse_error, no memory", policy="an encoder makes no pixel of a size that the daemon did not see")
+      "400 image_parse_error, no memory", policy="an encoder decodes no other size than the header's")
 async def two_sizes(bench: Bench) -> None:
     with little_memory(bench, 50_000_000):
         # Decoded, each would take over 100 MB.
@@ -155,7 +155,7 @@ async def label(bench: Bench) -> None:
 
 
 @case("D13", "animations", "GIF and APNG of red, green, blue; a GIF of 20,000 frames",
-      "200, the first frame; the others are not walked")
+      "200, the first frame; the others are not decoded")
 async def animation(bench: Bench) -> None:
     await bench.same_view((pictures.animated("GIF"), plain("red")), (pictures.animated("PNG"), plain("red")))
     seconds = []
@@ -166,7 +166,7 @@ async def animation(bench: Bench) -> None:
     assert seconds[0] < 2 * seconds[1] + 0.2        # decoding all takes seconds
 
 
-@case("D14", "no image at all", "\"hello\", nothing, headers cut short", "400 in fixed words", repeats=100)
+@case("D14", "no image at all", "\"hello\", nothing, headers cut short", "400 with a fixed message", repeats=100)
 async def nothing(bench: Bench) -> None:
     for code, data in (("invalid_image_format", b"hello"), ("empty_image_file", b""),
                        ("image_parse_error", b"\x89PNG\r\n\x1a\n" + struct.pack(">I4s", 13, b"IHDR")),
@@ -174,8 +174,8 @@ async def nothing(bench: Bench) -> None:
         assert (await bench.ask(data, "What is this?")).error["code"] == code
 
 
-@case("D14f", "formats that are not taken", "TIFF, PDF, SVG, HEIC", "400 unsupported_image_media_type with the name",
-      policy="another code than for no image at all")
+@case("D14f", "unsupported formats", "TIFF, PDF, SVG, HEIC", "400 unsupported_image_media_type with the name",
+      policy="another code than for files that are no image")
 async def not_taken(bench: Bench) -> None:
     for name, data in (("TIFF", b"II*\0" + bytes(40)), ("PDF", b"%PDF-1.7"), ("SVG", b"<?xml?><svg/>"),
                        ("HEIC", b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic")):

@@ -30,7 +30,7 @@ COLOUR = "What colour is the circle?"
 LIGHT = {"emulation__profile": "router-table", "encoder__workers": "gpu:1", "pd__workers": "gpu:1"}
 
 
-@case("D44a", "the encoder rejects the image", "a header that is right, pixels that are not",
+@case("D44a", "the encoder rejects the image", "a right header with damaged pixels",
       "the encoder's 400 at once")
 async def rejected(bench: Bench) -> None:
     picture = pictures.photo()
@@ -39,7 +39,7 @@ async def rejected(bench: Bench) -> None:
     assert max(reply.seconds for reply in replies) < 2
 
 
-@case("D44b", "200 images in the same instant", "one encoder, the other is drained",
+@case("D44b", "200 images at once", "one encoder, the other is drained",
       "200 right answers, or 429 and 503")
 async def burst(bench: Bench) -> None:
     colours = ("red", "green", "blue")
@@ -57,7 +57,7 @@ async def burst(bench: Bench) -> None:
 
 
 @case("D44g", "counters after errors", "1,000 requests, 24 at a time: good, refused, leaving; two encoders",
-      "every counter is zero, both encoders did their part")
+      "every counter is zero, both encoders had work")
 async def storm(bench: Bench) -> None:
     before = {w["name"]: w["done"] for w in bench.status()["workers"]}
     outcomes: Counter[str] = Counter()
@@ -94,8 +94,8 @@ async def storm(bench: Bench) -> None:
     assert min(done["encoder/0"], done["encoder/1"]) > 0, done
 
 
-@case("D44h", "trust between processes", "who listens where; garbage to every socket; what is unpickled",
-      "loopback or 0600; that connection ends, no other; nothing that crossed an edge")
+@case("D44h", "trust between processes", "listeners; garbage to every socket; unpickled messages",
+      "loopback or 0600; only that connection ends; none from another process")
 async def trust(bench: Bench) -> None:
     daemon = psutil.Process(bench.daemon.process.pid)
     family = [daemon, *daemon.children(recursive=True)]
@@ -147,7 +147,7 @@ async def degraded(bench: Bench) -> None:
 
 
 @case("D44c", "an encoder is killed", "kill -9 while eight requests wait for it",
-      "the other encoder answers all eight; text goes on; degraded, then well", kills=("encoder/0",))
+      "the other encoder answers all eight; text is served; degraded, then ok", kills=("encoder/0",))
 async def encoder_killed(bench: Bench) -> None:
     async with held_by_one(bench) as worker, bench.healing():
         os.kill(worker["pid"], signal.SIGKILL)
@@ -155,8 +155,8 @@ async def encoder_killed(bench: Bench) -> None:
     assert bench.daemon.worker("encoder/0")["restarts"] == worker["restarts"] + 1
 
 
-@case("D44d", "a worker stands still", "SIGSTOP while eight requests wait for it",
-      "seen within the set seconds, then as D44c", kills=("encoder/0",))
+@case("D44d", "a worker hangs", "SIGSTOP while eight requests wait for it",
+      "noticed within fleet.stall_s, then as D44c", kills=("encoder/0",))
 async def encoder_stopped(bench: Bench) -> None:
     async with held_by_one(bench), bench.healing():
         await degraded(bench)
@@ -196,7 +196,7 @@ def killed_and_started(folder: Path, everything: bool) -> float:
 
 
 @case("D44i", "no memory while encoding", "a large image; one encoder has no memory for it, then both",
-      "the other encoder does it; 503 when neither can; small ones are right; the same processes go on")
+      "the other encoder does it; 503 if neither can; small ones are right; the same processes go on")
 async def no_memory(bench: Bench) -> None:
     picture = await asyncio.to_thread(pictures.circle, "blue", 4500)        # 142 MB while it is decoded
     large = [asking(picture + random.randbytes(8), COLOUR) for _ in range(3)]

@@ -180,7 +180,7 @@ class Daemon:
         self._placement_watcher = PlacementWatcher(self._supervisor, plan)
         self._admission = Admission(settings.server.max_requests, self._supervisor, self._cache, family)
         self._history = History()
-        self._encoding = Encoding(self._supervisor, self._cache, settings, family, self._history)
+        self._encoding = Encoding(self._supervisor, self._cache, settings, family)
         self._pipeline = Pipeline(self._supervisor, self._cache, self._encoding, self._admission, self._history)
         self._keys = Keys(settings.server)
         stats = self._stats = RequestStats(request_log=_request_log(settings.log))
@@ -188,9 +188,8 @@ class Daemon:
                               self._encoding, self._admission, stats, label)
         self._context = Context(
             config=settings, family=family, prompts=found.prompts, model_name=name, created=int(time.time()),
-            pipeline=self._pipeline, history=self._history,
-            admission=self._admission, max_model_len=self._admission.max_model_len, states=self._status.states,
-            status=self._status.snapshot,
+            pipeline=self._pipeline, admission=self._admission, max_model_len=self._admission.max_model_len,
+            states=self._status.states, status=self._status.snapshot,
             keys=self._keys, connections=Connections(settings.server), stats=stats, emulated=label)
         self._terminal = terminal.Progress()
 

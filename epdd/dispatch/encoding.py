@@ -11,7 +11,6 @@ from itertools import count
 from epdd.dispatch.crash_policy import Attempts, CrashPolicy
 from epdd.dispatch.encoder_cache.cache import HOST, EncoderCache, EncoderCacheEntry
 from epdd.dispatch.encoder_cache.transport import EmbeddingTransport
-from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.dispatch.routing.queue import Job
 from epdd.dispatch.routing.router import Router, RoutingDecision
@@ -42,8 +41,7 @@ class ImageJob(Job):
 class Encoding:
     """The encode stage.  All calls come from the event loop; none awaits."""
 
-    def __init__(self, supervisor: Supervisor, cache: EncoderCache, config: Config, family: ModelInfo,
-                 history: History) -> None:
+    def __init__(self, supervisor: Supervisor, cache: EncoderCache, config: Config, family: ModelInfo) -> None:
         # The router's first guess of a typical image: half of the largest size.
         typical = max(1, family.rows_max * family.merge ** 2 // 2)
         self.settings = router = config.router      # in force: from the file, or from `epdctl policy`
@@ -51,7 +49,6 @@ class Encoding:
         self._supervisor = supervisor
         self._cache = cache
         self._family = family
-        self._history = history
         self.crashes = CrashPolicy(config.fleet.poison_s)
         self.transport = EmbeddingTransport(supervisor, cache)
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
@@ -114,7 +111,8 @@ class Encoding:
         embedding, image = job.embedding, job.embedding.image
         log.debug("%s image=%s to=%s because=%s", job.request_id, embedding.key, worker.name, choice.reason)
         predicted_s = self.model(worker).predict(image.patches)
-        self._history.handed_over(embedding, worker.name, choice.reason, job.started - job.queued, predicted_s)
+        embedding.record.handed_over(worker.name, choice.reason, time.monotonic(), job.started - job.queued,
+                                     predicted_s)
         target = self._cache.begin_encoding(embedding, *self._place(embedding, worker))
         message = Encode(f"e{next(self._ids)}", target, image.grid, image.rows, image.stored, image.orientation)
         job.attempts.begun += 1
@@ -138,7 +136,7 @@ class Encoding:
         embedding = job.embedding
         stuck = job.work is not None and not job.work.ended     # in a process that was killed and does not exit
         job.work = None
-        self._history.encoding_ended(embedding, event)
+        embedding.record.hand_overs[-1].end(event, time.monotonic())
         if isinstance(event, Encoded):
             # Before the router uses the time model again.
             self.model(worker).observe(job.patches, event.seconds, time.monotonic())

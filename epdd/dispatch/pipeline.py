@@ -14,7 +14,7 @@ from epdd.dispatch.admission import Admission
 from epdd.dispatch.crash_policy import Attempts, Isolation
 from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry, EncoderCache
 from epdd.dispatch.encoding import Encoding
-from epdd.dispatch.history import History, RequestTrace
+from epdd.dispatch.history import History
 from epdd.dispatch.prefix_affinity import PrefixAffinity, chain
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError, NoWorker, WorkerFailed, WorkerLost, WorkerTimeout, from_wire
@@ -64,35 +64,35 @@ class Pipeline:
         workers crashed.
         """
         attempts = Attempts()
-        with self._history.record(request) as trace:
+        with self._history.record(request):
             while True:
                 isolation, begun = self._crashes.isolation(attempts), False
                 attempts.begun += 1
                 try:
-                    async with aclosing(self._attempt(request, attempts.begun, isolation, trace)) as answers:
+                    async with aclosing(self._attempt(request, attempts.begun, isolation)) as answers:
                         async for answer in answers:
                             begun = begun or isinstance(answer[1], Tokens)
                             yield answer
                     return
                 except WorkerLost as error:
-                    trace.lost(error)
+                    request.record.lost(error)
                     self._crashes.prompt_lost(request, attempts, error, begun)
                     log.warning("%s is retried: %s", request.id, error.message)
                 if begun:
                     yield 0, Restarted()
 
-    async def _attempt(self, request: Request, attempt: int, isolation: Isolation,
-                       trace: RequestTrace) -> AsyncGenerator[Answer, None]:
+    async def _attempt(self, request: Request, attempt: int, isolation: Isolation
+                       ) -> AsyncGenerator[Answer, None]:
         embeddings: list[EncoderCacheEntry] = []
         try:
             self._crashes.check(request)
             async with _Deadline(request.deadline):
                 if request.images:
-                    embeddings = await self._embed(request, trace)
+                    embeddings = await self._embed(request)
                 await isolation.begin()
                 worker, known = await self._pd_worker(request, embeddings)
-            trace.placed(worker.name)
-            async with aclosing(self._generate(request, attempt, worker, known, embeddings, trace)) as answers:
+            request.record.placed(worker.name)
+            async with aclosing(self._generate(request, attempt, worker, known, embeddings)) as answers:
                 async for answer in answers:
                     if isinstance(answer[1], Tokens):
                         isolation.end()
@@ -109,10 +109,11 @@ class Pipeline:
             if embedding.ref_count == 0 and not embedding.ready:
                 self._encoding.abandon(embedding)
 
-    async def _embed(self, request: Request, trace: RequestTrace) -> list[EncoderCacheEntry]:
+    async def _embed(self, request: Request) -> list[EncoderCacheEntry]:
         """The entries of all images, with embeddings written; the caller releases them."""
         embeddings, fresh = await self._cache.acquire(request.images, self._admission.embedding_sizes(request))
-        trace.leased(embeddings, fresh)
+        request.record.acquired([None if each.ready else each.record for each in embeddings],
+                                [each.record for each in fresh])
         waits: list[asyncio.Task[None]] = []
         try:
             self._crashes.check(request)    # again: an image may have been rejected during the wait for room
@@ -130,7 +131,7 @@ class Pipeline:
         finally:
             for wait in waits:
                 wait.cancel()
-        trace.embedded()
+        request.record.embedded()
         return embeddings
 
     async def _pd_worker(self, request: Request, embeddings: list[EncoderCacheEntry]) -> tuple[Worker, int]:
@@ -155,7 +156,7 @@ class Pipeline:
             await self._changed.wait()
 
     async def _generate(self, request: Request, attempt: int, worker: Worker, known: int,
-                        embeddings: list[EncoderCacheEntry], trace: RequestTrace) -> AsyncGenerator[Answer, None]:
+                        embeddings: list[EncoderCacheEntry]) -> AsyncGenerator[Answer, None]:
         works: list[Work] = []
         events = _Events(works, UNREAD_MAX * request.n)
         loop = asyncio.get_running_loop()
@@ -178,7 +179,7 @@ class Pipeline:
                     works[index].cost = _answer_cost(request)
                     reading -= 1
                     if reading == 0:
-                        trace.prefilled()
+                        request.record.prefilled()
                         self._release(embeddings)
                 elif isinstance(answer, Done):
                     open_choices -= 1

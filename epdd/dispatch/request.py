@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
+from epdd.dispatch.request_record import ImageRecord, RequestRecord
 from epdd.wire import Sampling
 
 
@@ -49,18 +49,24 @@ class Placed:
 class Request:
     """Everything that `Pipeline.run` needs; nothing in it refers to HTTP."""
 
-    id: str
+    record: RequestRecord           # written as the request goes along
     tokens: list[int]               # placeholders expanded
     sampling: Sampling              # max_tokens already bounded by the context
     images: list[Image] = field(default_factory=list)
     spans: list[Placed] = field(default_factory=list)
     n: int = 1                      # answers
     deadline: float = 0.0           # loop.time() by which it must be done; 0: none
-    arrived: float = field(default_factory=time.monotonic)
-    client_id: str = ""             # the client's x-request-id, if any; need not be unique
     salt: str = ""                  # only requests of the same salt share caches; opaque
     tenant: str = ""                # tenants share encoders and sequence slots fairly; opaque
     whole: bool = False             # the client gets no token before the last, so the answer can start again
+
+    def __post_init__(self) -> None:
+        self.record.prompt_tokens = len(self.tokens)
+        self.record.images = [ImageRecord(image.patches, image.rows) for image in self.images]
+
+    @property
+    def id(self) -> str:
+        return self.record.id
 
     @property
     def has_images(self) -> bool:

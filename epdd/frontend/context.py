@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from epdd.checkpoint import PromptFiles
-from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Restarted
 from epdd.dispatch.request import Request
 from epdd.families import ModelInfo
@@ -51,7 +50,6 @@ class Context:
     model_name: str
     created: int                            # unix seconds of the daemon's start
     pipeline: Pipeline
-    history: History                        # is told of answers that end before the pipeline does
     admission: Admission
     max_model_len: Callable[[], int]          # tokens of prompt and answer a PD worker can hold now
     states: Callable[[], States]            # the same object until a state changes; cheap

@@ -11,12 +11,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from epdd.dispatch.request_record import RequestRecord
 from epdd.errors import CapacityError, EpddError, RequestError
-from epdd.ops.request_log import RequestLog
+from epdd.ops.request_log import RequestLog, line
 
 _WINDOW = 1024          # recent requests that percentiles are of
 _RATE_S = 10            # seconds that rates are averaged over
-_CLIENT_LEFT = 499      # in the request log, as nginx has it: there was no answer
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -93,12 +93,14 @@ class RequestStats:
             "inter_token_latency_seconds", "Seconds between two tokens of one answer.", _TOKEN_SECONDS)
 
     @contextmanager
-    def request(self, name: str = "", client_name: str = "") -> Iterator[RequestMetrics]:
-        """Counts one request; how the block ends says how the request did.  Names are for the request log."""
-        record = RequestMetrics(self, name, client_name)
+    def request(self, name: str = "", client_id: str = "") -> Iterator[RequestRecord]:
+        """Counts one request; how the block ends says how the request did."""
+        record = RequestRecord(name, client_id, self.clock, self.clock())
         self.running += 1
         try:
             yield record
+            if record.outcome == "running":
+                record.outcome = "completed"
         except (CapacityError, RequestError) as error:
             record.outcome, record.status, record.code = "rejected", error.status, error.code
             raise
@@ -111,12 +113,40 @@ class RequestStats:
             raise
         finally:
             if self.request_log is not None:
-                self.request_log.write(record.line())
+                self.request_log.write(line(record))
             self.running -= 1
             self.counts[record.outcome] += 1
             if record.outcome == "completed":
                 self.latency.add(record.age())
                 self.latency_histogram.observe(record.age())
+
+    def prompt(self, record: RequestRecord, ignored_fields: int) -> None:
+        """The request is valid."""
+        self.prompt_tokens += record.prompt_tokens
+        self.images += len(record.images)
+        self.image_rate.add(len(record.images))
+        self.ignored_fields += ignored_fields
+
+    def tokens(self, record: RequestRecord, choice: int, count: int) -> None:
+        """`count` tokens of a choice came together."""
+        if not count:
+            return
+        now = self.clock()
+        record.answer_tokens += count
+        self.generated_tokens += count
+        self.token_rate.add(count)
+        if record.ttft_s is None:
+            record.ttft_s = now - record.arrived
+            self.ttft.add(record.ttft_s)
+            self.ttft_histogram.observe(record.ttft_s)
+        elif choice in record.last_tokens:
+            self.gap_histogram.observe((now - record.last_tokens[choice]) / count)
+        record.last_tokens[choice] = now
+
+    def broken(self, record: RequestRecord, code: str) -> None:
+        """A stream ended with an error of this code, after its header was sent."""
+        record.outcome, record.code = "failed", code
+        self.errors[code] += 1
 
     def snapshot(self) -> dict[str, Any]:
         """The "requests" part of the daemon's status."""
@@ -131,72 +161,3 @@ class RequestStats:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"epdd_{name}", text, buckets=buckets, registry=self.registry)
-
-
-class RequestMetrics:
-    """One request, as it goes."""
-
-    def __init__(self, stats: RequestStats, name: str = "", client_name: str = "") -> None:
-        self._stats = stats
-        self._names = name, client_name
-        self.arrived = stats.clock()
-        self._last: dict[int, float] = {}       # choice -> when its last tokens came
-        self._ttft: float | None = None
-        self._prompt_tokens = self._images = self._answer_tokens = 0
-        self._reasons: dict[int, str] = {}      # choice -> why it ended
-        self.model = ""                         # as the request calls it
-        self.outcome = "completed"
-        self.status = 200                       # that the client was sent
-        self.code = ""                          # of the error
-
-    def age(self) -> float:
-        """Seconds since arrival."""
-        return self._stats.clock() - self.arrived
-
-    def accept(self) -> None:
-        self._stats.counts["accepted"] += 1
-
-    def prompt(self, tokens: int, images: int, ignored_fields: int) -> None:
-        self._prompt_tokens, self._images = tokens, images
-        self._stats.prompt_tokens += tokens
-        self._stats.images += images
-        self._stats.image_rate.add(images)
-        self._stats.ignored_fields += ignored_fields
-
-    def tokens(self, choice: int, count: int) -> None:
-        """`count` tokens of a choice came together."""
-        if not count:
-            return
-        stats, now = self._stats, self._stats.clock()
-        self._answer_tokens += count
-        stats.generated_tokens += count
-        stats.token_rate.add(count)
-        if not self._last:
-            self._ttft = self.age()
-            stats.ttft.add(self._ttft)
-            stats.ttft_histogram.observe(self._ttft)
-        elif choice in self._last:
-            stats.gap_histogram.observe((now - self._last[choice]) / count)
-        self._last[choice] = now
-
-    def fail(self, code: str) -> None:
-        """The answer broke, by an error of this code, after its header was sent."""
-        self.outcome, self.code = "failed", code
-        self._stats.errors[code] += 1
-
-    def abort(self) -> None:
-        """The client left."""
-        self.outcome, self.status = "aborted", _CLIENT_LEFT
-
-    def finish(self, choice: int, reason: str) -> None:
-        """A choice ended, as its finish_reason says."""
-        self._reasons[choice] = reason
-
-    def line(self) -> dict[str, Any]:
-        """For the request log."""
-        name, client_name = self._names
-        return {"time": time.time(), "id": name, "client_id": client_name, "model": self.model,
-                "outcome": self.outcome, "status": self.status, "error": self.code or None,
-                "prompt_tokens": self._prompt_tokens, "images": self._images, "answer_tokens": self._answer_tokens,
-                "finish_reasons": [reason for _, reason in sorted(self._reasons.items())],
-                "ttft_s": self._ttft and round(self._ttft, 6), "duration_s": round(self.age(), 6)}

@@ -11,11 +11,14 @@ import os
 import queue
 import stat
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from epdd.dispatch.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +142,12 @@ class RequestLog:
             said, self._complains = self._complains, True
         if not said:
             log.warning("request log: lines are dropped: %s path=%s", why, self._path)
+
+
+def line(record: RequestRecord) -> dict[str, Any]:
+    """A request that has ended."""
+    return {"time": time.time(), "id": record.id, "client_id": record.client_id, "model": record.model,
+            "outcome": record.outcome, "status": record.status, "error": record.code or None,
+            "prompt_tokens": record.prompt_tokens, "images": len(record.images), "answer_tokens": record.answer_tokens,
+            "finish_reasons": [reason for _, reason in sorted(record.finish_reasons.items())],
+            "ttft_s": record.ttft_s and round(record.ttft_s, 6), "duration_s": round(record.age(), 6)}

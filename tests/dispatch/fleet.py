@@ -12,6 +12,7 @@ from epdd.dispatch.encoding import Encoding
 from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Image, Placed, Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.fleet.process import ForkServer
@@ -92,7 +93,7 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
     supervisor = Supervisor(specs, arena.create(arena_bytes), config.fleet, FORK_SERVER, changed)
     admission = Admission(config.server.max_requests, supervisor, cache, FAMILY)
     history = History()
-    encoding = Encoding(supervisor, cache, config, FAMILY, history)
+    encoding = Encoding(supervisor, cache, config, FAMILY)
     pipeline = Pipeline(supervisor, cache, encoding, admission, history)
     fleet = Fleet(supervisor, cache, encoding, admission, pipeline, history)
     supervisor.start()
@@ -104,11 +105,12 @@ async def running(encoders=2, pds=1, arena_bytes=1 << 20, cache_bytes=1 << 20, c
         await supervisor.stop()
 
 
-def request(name, *images, max_tokens=3, **more):
+def request(name, *images, max_tokens=3, record=None, **more):
     """A request for these image files, one placeholder span each."""
     parts = [Image(data, 32, 32, (1, 8, 8), ROWS, str(fingerprint(data))) for data in images]
     spans = [Placed(4 + i * (ROWS + 2), i) for i in range(len(parts))]
-    return Request(name, [7] * (4 + len(parts) * (ROWS + 2)), Sampling(max_tokens), parts, spans, **more)
+    return Request(record or RequestRecord(name), [7] * (4 + len(parts) * (ROWS + 2)), Sampling(max_tokens), parts,
+                   spans, **more)
 
 
 def expected(*images, max_tokens=3):

@@ -7,6 +7,7 @@ import pytest
 
 from epdd.dispatch import crash_policy
 from epdd.dispatch.crash_policy import Attempts, CrashPolicy
+from epdd.dispatch.request_record import RequestRecord
 from epdd.errors import MediaError, OutOfMemory, Rejected, WorkerLost
 from tests.dispatch.fleet import request
 
@@ -29,7 +30,7 @@ def test_a_prompt_is_its_tokens_images_and_grammar():
     known, asked = CrashPolicy(600.0), request("r", b"a")
     known.reject_prompt(asked)
     with pytest.raises(Rejected):
-        known.check(replace(asked, id="other", n=2))
+        known.check(replace(asked, record=RequestRecord("other"), n=2))
     known.check(request("r", b"b"))
     known.check(replace(asked, tokens=[8, *asked.tokens[1:]]))
 

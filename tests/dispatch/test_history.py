@@ -7,11 +7,11 @@ import tracemalloc
 
 import pytest
 
-from epdd.dispatch.encoder_cache.cache import EncoderCacheEntry
 from epdd.dispatch.history import IMAGES_MAX, REQUESTS_MAX, History
+from epdd.dispatch.request_record import EncodingRecord, RequestRecord
 from epdd.errors import MediaError, NotFound, Rejected, WorkerTimeout
 from epdd.settings.config import Config
-from epdd.wire import Cancelled, Encoded, Lease
+from epdd.wire import Cancelled, Encoded
 from tests.dispatch.fleet import expected, request, running
 
 
@@ -22,27 +22,21 @@ class Clock:
         return self.now
 
 
-def embedding(data=b"x"):
-    return EncoderCacheEntry(request("r", data).images[0], Lease(0, 4096))
-
-
 def test_times_and_numbers_are_those_of_the_request():
     clock = Clock()
-    history = History(clock)
-    asked, first, second = request("r", b"a", b"b", arrived=99.0, client_id="mine"), embedding(b"a"), embedding(b"b")
-    second.ready = True
-    with history.record(asked) as trace:
+    history, first = History(), EncodingRecord()
+    with history.record(request("r", b"a", b"b", record=RequestRecord("r", "mine", clock, 99.0))) as record:
         clock.now = 101.0
-        trace.leased([first, second], [first])
-        history.handed_over(first, "encoder/1", "its turn", 0.25, 0.5)
+        record.acquired([first, None], [first])
+        first.handed_over("encoder/1", "its turn", clock.now, 0.25, 0.5)
         assert history.explain("r")["images"][0]["hand_overs"][0]["outcome"] == "running"
         clock.now = 102.0
-        history.encoding_ended(first, Encoded("e0", 16, 2048, "bfloat16", 0.75))
-        trace.embedded()
+        first.hand_overs[-1].end(Encoded("e0", 16, 2048, "bfloat16", 0.75), clock.now)
+        record.embedded()
         clock.now = 103.0
-        trace.placed("pd/1")
+        record.placed("pd/1")
         clock.now = 104.5
-        trace.prefilled()
+        record.prefilled()
         assert (history.explain("r")["outcome"], history.explain("r")["ended_at_s"]) == ("running", None)
         clock.now = 106.0
     clock.now = 116.0
@@ -60,40 +54,36 @@ def test_times_and_numbers_are_those_of_the_request():
 
 
 def test_an_image_placed_again_waited_only_while_nobody_had_it():
-    clock = Clock()
-    history, image = History(clock), embedding()
-    with history.record(request("r", b"x")) as trace:
-        trace.leased([image], [image])
-        clock.now = 101.0
-        history.handed_over(image, "encoder/0", "", 1.0, 0.1)
-        clock.now = 105.0
-        history.encoding_ended(image, Cancelled("e0"))
-        clock.now = 105.5
-        history.handed_over(image, "encoder/1", "", 5.5, 0.1)
+    history, image = History(), EncodingRecord()
+    with history.record(request("r", b"x")) as record:
+        record.acquired([image], [image])
+        image.handed_over("encoder/0", "", 101.0, 1.0, 0.1)
+        image.hand_overs[-1].end(Cancelled("e0"), 105.0)
+        image.handed_over("encoder/1", "", 105.5, 5.5, 0.1)
         tries = history.explain("r")["images"][0]["hand_overs"]
     assert [(each["waited_s"], each["outcome"]) for each in tries] == [(1.0, "cancelled"), (0.5, "running")]
 
 
 def test_the_same_picture_twice_is_one_encoding():
-    history, image = History(), embedding()
-    with history.record(request("r", b"x", b"x")) as trace:
-        trace.leased([image, image], [image])
-        history.handed_over(image, "encoder/0", "", 0.0, 0.1)
+    history, image = History(), EncodingRecord()
+    with history.record(request("r", b"x", b"x")) as record:
+        record.acquired([image, image], [image])
+        image.handed_over("encoder/0", "", 100.0, 0.0, 0.1)
     told = history.explain("r")["images"]
     assert [each["source"] for each in told] == ["encoded", "repeated"]
     assert told[0]["hand_overs"] == told[1]["hand_overs"] != []
 
 
 def test_an_encoding_that_still_ends_is_not_mixed_with_the_next_of_its_image():
-    history, old, new = History(), embedding(), embedding()
-    with pytest.raises(asyncio.CancelledError), history.record(request("old", b"x")) as trace:
-        trace.leased([old], [old])
-        history.handed_over(old, "encoder/0", "", 0.0, 0.1)
+    history, old, new = History(), EncodingRecord(), EncodingRecord()
+    with pytest.raises(asyncio.CancelledError), history.record(request("old", b"x")) as record:
+        record.acquired([old], [old])
+        old.handed_over("encoder/0", "", 100.0, 0.0, 0.1)
         raise asyncio.CancelledError
-    with history.record(request("new", b"x")) as trace:
-        trace.leased([new], [new])
-        history.handed_over(new, "encoder/1", "", 0.0, 0.1)
-        history.encoding_ended(old, Cancelled("e0"))
+    with history.record(request("new", b"x")) as record:
+        record.acquired([new], [new])
+        new.handed_over("encoder/1", "", 100.0, 0.0, 0.1)
+        old.hand_overs[-1].end(Cancelled("e0"), 101.0)
     found = [history.explain(name)["images"][0]["hand_overs"] for name in ("old", "new")]
     assert [[(each["worker"], each["outcome"]) for each in tries] for tries in found] == [
         [("encoder/0", "cancelled")], [("encoder/1", "running")]]
@@ -105,9 +95,8 @@ def test_an_encoding_that_still_ends_is_not_mixed_with_the_next_of_its_image():
     (ZeroDivisionError("secret"), False, "failed", "internal_error")])
 def test_how_a_request_ends(raised, answered, outcome, code):
     history = History()
-    with pytest.raises(type(raised)), history.record(request("r")):
-        if answered:
-            history.answered("r")
+    with pytest.raises(type(raised)), history.record(request("r")) as record:
+        record.answered = answered
         raise raised
     told = history.explain("r")
     assert (told["outcome"], told["code"]) == (outcome, code)
@@ -125,7 +114,7 @@ async def test_a_request_cut_off_at_its_deadline_was_not_left_by_its_client():
 def test_ids():
     history = History()
     for name, client_id in (("chatcmpl-1", "same"), ("chatcmpl-2", "same"), ("chatcmpl-3", "")):
-        with history.record(request(name, client_id=client_id)):
+        with history.record(request(name, record=RequestRecord(name, client_id))):
             pass
     assert [history.explain(name)["id"] for name in ("chatcmpl-1", "2", "same")] == [
         "chatcmpl-1", "chatcmpl-2", "chatcmpl-2"]
@@ -139,22 +128,21 @@ def test_memory_is_bounded():
     history = History()
     tracemalloc.start()
     for i in range(REQUESTS_MAX + 100):
-        images = [embedding(b"%d" % k) for k in range(16)]
-        with history.record(request(f"chatcmpl-{i:032}", *(b"%d" % k for k in range(16)))) as trace:
-            trace.leased(images, images)
+        images = [EncodingRecord() for _ in range(16)]
+        with history.record(request(f"chatcmpl-{i:032}", *(b"%d" % k for k in range(16)))) as record:
+            record.acquired(images, images)
             for k, image in enumerate(images):
-                history.handed_over(image, "encoder/0", f"finishes in {i}.{k} s, before the {k} jobs that faster "
-                                    "workers would take", i + 0.1, i + 0.2)
-                history.encoding_ended(image, Encoded("e", 16, 2048, "bfloat16", i + 0.3))
-            trace.embedded()
-            trace.placed("pd/0")
-            trace.prefilled()
-    del images, image, trace
+                image.handed_over("encoder/0", f"finishes in {i}.{k} s, before the {k} jobs that faster workers would "
+                                  "take", i + 0.0, i + 0.1, i + 0.2)
+                image.hand_overs[-1].end(Encoded("e", 16, 2048, "bfloat16", i + 0.3), i + 0.4)
+            record.embedded()
+            record.placed("pd/0")
+            record.prefilled()
+    del images, image, record
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     print(f"{size / 1e6:.1f} MB")
     assert len(history.last()) == REQUESTS_MAX and 1e6 < size < 16e6
-    assert not history._encodings
     with history.record(request("huge", *(b"%d" % k for k in range(IMAGES_MAX)))):
         pass
     assert [each["id"] for each in history.last()] == ["huge"]

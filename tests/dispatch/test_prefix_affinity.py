@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from epdd.dispatch.prefix_affinity import BLOCK, PrefixAffinity, chain
 from epdd.dispatch.request import Image, Placed, Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.wire import Sampling
 
 ROWS = 4
@@ -32,7 +33,7 @@ def prompt(parts):
             tokens += [PLACEHOLDER] * ROWS
         else:
             tokens.append(part)
-    return Request("r", tokens, Sampling(max_tokens=1), images, spans)
+    return Request(RequestRecord("r"), tokens, Sampling(max_tokens=1), images, spans)
 
 
 def items(parts):

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from epdd import families
 from epdd.checkpoint import prompt_files
-from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from epdd.errors import EpddError
 from epdd.frontend import app
@@ -185,7 +184,7 @@ async def serve(family: families.ModelInfo, config: Config | None = None) -> Asy
     context = Context(config=config, family=family, prompts=prompt_files(family), model_name="tiny-vl",
                       created=1_700_000_000, pipeline=script, admission=door, states=lambda: states_of(status),
                       max_model_len=lambda: family.max_model_len, status=lambda: status, stats=stats,
-                      history=History(), keys=Keys(config.server), connections=Connections(config.server))
+                      keys=Keys(config.server), connections=Connections(config.server))
     script.tokenizer = Tokenizer.from_file(f"{family.folder}/tokenizer.json")
     served = app.build(context)
     runner = Runner(served, stats, context.connections, shutdown_timeout_s=1)

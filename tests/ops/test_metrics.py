@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from epdd.dispatch.request_record import ImageRecord
 from epdd.errors import BadRequest, NoWorker, WorkerFailed
 from epdd.ops.metrics import RequestStats, Window, WindowRate
 
@@ -54,9 +55,9 @@ def test_rate_is_of_the_last_whole_seconds() -> None:
 def test_every_request_ends_once(error: BaseException | None, outcome: str) -> None:
     stats = RequestStats()
     try:
-        with stats.request() as record:
+        with stats.request():
             assert stats.running == 1
-            record.accept()
+            stats.counts["accepted"] += 1
             if error is not None:
                 raise error
     except BaseException as caught:
@@ -70,14 +71,15 @@ def test_a_request_in_numbers() -> None:
     clock = Clock()
     stats = RequestStats(clock)
     with stats.request() as record:
-        record.accept()
-        record.prompt(40, 2, 3)
+        stats.counts["accepted"] += 1
+        record.prompt_tokens, record.images = 40, [ImageRecord(64, 16)] * 2
+        stats.prompt(record, 3)
         clock.now += 1.5
-        record.tokens(0, 0)         # no token, no first token
-        record.tokens(0, 2)
+        stats.tokens(record, 0, 0)         # no token, no first token
+        stats.tokens(record, 0, 2)
         clock.now += 0.25
-        record.tokens(1, 1)         # another choice's first: no gap
-        record.tokens(0, 1)
+        stats.tokens(record, 1, 1)         # another choice's first: no gap
+        stats.tokens(record, 0, 1)
         clock.now += 1.25
     found = stats.snapshot()
     assert found["latency_s"] == {"p50": 3.0, "p90": 3.0, "p99": 3.0, "count": 1, "sum": 3.0}
@@ -94,7 +96,7 @@ def test_a_request_in_numbers() -> None:
 def test_a_broken_stream_is_no_success() -> None:
     stats = RequestStats()
     with stats.request() as record:
-        record.fail("worker_lost")
+        stats.broken(record, "worker_lost")
     with stats.request() as record:
         record.abort()
     assert dict(stats.counts) == {"failed": 1, "aborted": 1} and dict(stats.errors) == {"worker_lost": 1}

@@ -59,9 +59,8 @@ class ExploredDaemon:
                  *(WorkerSpec(f"pd/{i}", "pd", "cpu", (), None, 1, "") for i in range(given.pds))]
         self.supervisor = supervisor.Supervisor(specs, -1, config.fleet, cast(Any, self), self._changed)
         self.admission = Admission(1000, self.supervisor, self.cache, FAMILY)
-        history = History(loop.time)
-        self.encoding = Encoding(self.supervisor, self.cache, config, FAMILY, history)
-        self.pipeline = Pipeline(self.supervisor, self.cache, self.encoding, self.admission, history)
+        self.encoding = Encoding(self.supervisor, self.cache, config, FAMILY)
+        self.pipeline = Pipeline(self.supervisor, self.cache, self.encoding, self.admission, History())
         self.processes: list[Process] = []
         self.askers = [Asker(ask, request(f"r{i}", ask)) for i, ask in enumerate(given.asks)]
         self._goes_on = False       # actions without a fault, an operator or time

@@ -15,6 +15,7 @@ from epdd.arena import PAGE
 from epdd.dispatch.admission import Admission
 from epdd.dispatch.pipeline import Pipeline, Restarted
 from epdd.dispatch.request import Image, Placed, Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.families.model_info import ModelInfo
 from epdd.families.processor import CLIP_MEAN, CLIP_STD
 from epdd.settings.workers import POLICIES
@@ -87,7 +88,7 @@ def request(name: str, ask: Ask) -> Request:
     images = [Image(bytes((image,)), 32, 32, (1, 8, 8 * pages_of(image)), ROWS_A_PAGE * pages_of(image), str(image))
               for image in ask.images]
     spans = [Placed(1 + i, i) for i in range(len(images))]
-    return Request(name, [DEADLY if ask.deadly else 7], Sampling(ask.max_tokens), images, spans, ask.n, arrived=0.0,
+    return Request(RequestRecord(name), [DEADLY if ask.deadly else 7], Sampling(ask.max_tokens), images, spans, ask.n,
                    whole=ask.whole)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from epdd.dispatch.encoder_cache.arena_space import ArenaSpace
 from epdd.dispatch.request import Image
+from epdd.dispatch.request_record import EncodingRecord
 from epdd.errors import ArenaFull, EpddError
 from epdd.wire import Lease
 
@@ -43,6 +44,7 @@ class EncoderCacheEntry:
     dropped: bool = False           # out of the cache; its bytes are freed with the last pin
     lost: bool = False              # its GPU memory is gone or cannot be read
     failure: EpddError | None = None
+    record: EncodingRecord = field(default_factory=EncodingRecord)
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
@@ -243,6 +245,7 @@ class EncoderCache:
     def failed(self, entry: EncoderCacheEntry, error: EpddError) -> None:
         """The image cannot be encoded: `wait` raises `error`, and the next request encodes it anew."""
         entry.failure = error
+        entry.record.fail(error)
         self._drop(entry)
         entry._wake()
         self._freed()

@@ -41,9 +41,7 @@ class Answers:
     def __init__(self, options: Options, request: Request, vocabulary: Vocabulary,
                  thinking: Thinking | None = None) -> None:
         """`thinking`: the tags of reasoning; None: all text is content."""
-        # Taken now: the request's images are freed at its first token.
-        self._prompt = len(request.tokens)
-        self._image_rows = sum(image.rows for image in request.images)
+        self._record = request.record
         self._vocabulary = vocabulary
         self._options = options
         self._thinking = thinking
@@ -136,12 +134,12 @@ class Answers:
             counts = (min(parser.tokens, stream.tokens) for parser, stream in zip(self._reasoners, self._streams))
             details["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
         return {
-            "prompt_tokens": self._prompt,
+            "prompt_tokens": self._record.prompt_tokens,
             "completion_tokens": self.generated,
-            "total_tokens": self._prompt + self.generated,
+            "total_tokens": self._record.prompt_tokens + self.generated,
             "prompt_tokens_details": {
                 "cached_tokens": self._cached or 0,
-                "image_tokens": self._image_rows,
+                "image_tokens": sum(image.rows for image in self._record.images),
             },
             **details,
         }

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from aiohttp import web
 
 from epdd.dispatch.request import Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.api.answers import Answers
 from epdd.frontend.api.completions import Completions, PreparedRequest, PromptRun
 from epdd.frontend.context import Context
-from epdd.frontend.http import request_ids
 from epdd.frontend.http.body import Bodies
 from epdd.frontend.images.media import Media
 from epdd.frontend.requests import completion_requests
@@ -20,7 +20,6 @@ from epdd.frontend.requests.schema import ChatBody
 from epdd.frontend.structured import structured_output
 from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.text.prompt import PromptMaker
-from epdd.ops.metrics import RequestMetrics
 
 
 class ChatCompletions(Completions):
@@ -33,13 +32,12 @@ class ChatCompletions(Completions):
         super().__init__(context, bodies, prompts, vocabulary, checker, executor)
         self._media = media
 
-    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+    async def _prepare(self, http: web.Request, record: RequestRecord, deadline: float, stack: AsyncExitStack
                        ) -> PreparedRequest:
         """Frees body and messages; the images' bytes stay reserved until `stack` closes at the latest."""
         context = self._context
-        own = request_ids.own(http)
         async with AsyncExitStack() as reading:
-            body = await self._body(http, record, reading, stack)
+            body = await self._body(http, reading, stack)
             chat, conversation = await self._parsed(ChatBody, completion_requests.chat, body)
             del body
             await structured_output.check(chat.structure, self._checker)
@@ -48,11 +46,9 @@ class ChatCompletions(Completions):
                 self._media.images(conversation.images, chat.min_pixels, chat.max_pixels, salt))
             prompt, sampling = await self._ready(
                 await self._prompts.make(conversation, held.images, context.max_model_len()), chat)
-            request = Request(id=own, tokens=prompt.tokens, sampling=sampling, images=held.images,
-                              spans=prompt.spans, n=chat.n, deadline=deadline, arrived=record.arrived,
-                              client_id=request_ids.client(http), whole=not chat.stream, salt=salt,
-                              tenant=context.keys.tenant(http))
+            request = Request(record, prompt.tokens, sampling, held.images, prompt.spans, chat.n, deadline, salt=salt,
+                              tenant=context.keys.tenant(http), whole=not chat.stream)
             context.admission.check(request)
-            record.prompt(len(request.tokens), len(request.images), len(chat.ignored))
+            context.stats.prompt(record, len(chat.ignored))
             run = PromptRun(request, Answers(chat, request, self._vocabulary, prompt.thinking))
             return PreparedRequest(http, chat, [run], record, deadline, held)

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from epdd.dispatch.pipeline import Restarted
 from epdd.dispatch.request import Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.errors import WorkerTimeout
 from epdd.families.vocabulary import Vocabulary
 from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole, total_usage
@@ -31,7 +32,6 @@ from epdd.frontend.requests.inline_files import InlineLimits
 from epdd.frontend.structured import bad_words, structured_output
 from epdd.frontend.structured.grammar_checker import GrammarChecker
 from epdd.frontend.text.prompt import Prompt, PromptMaker
-from epdd.ops.metrics import RequestMetrics
 from epdd.wire import Sampling, Tokens
 
 
@@ -56,7 +56,7 @@ class PreparedRequest:
     http: web.Request
     options: Options
     parts: Sequence[PromptRun]
-    record: RequestMetrics
+    record: RequestRecord
     deadline: float                         # loop.time(); 0: none
     held: HeldImages | None = None                # its images
 
@@ -121,14 +121,13 @@ class Completions(ABC):
             sampling = msgspec.structs.replace(sampling, bad_words=steps)
         return prompt, sampling
 
-    async def _body(self, http: web.Request, record: RequestMetrics, reading: AsyncExitStack, stack: AsyncExitStack
-                    ) -> bytearray:
+    async def _body(self, http: web.Request, reading: AsyncExitStack, stack: AsyncExitStack) -> bytearray:
         """The body, held until `reading` closes.  Once it is complete the request counts as admitted, until `stack`
         closes: half a body must not take another request's place.
         """
         body = await self._bodies.read(http, reading)
         stack.enter_context(self._context.admission.admit())
-        record.accept()
+        self._context.stats.counts["accepted"] += 1
         return body
 
     async def _parsed(self, kind: type[msgspec.Struct], understand: Callable[..., T], body: bytearray) -> T:
@@ -141,7 +140,7 @@ class Completions(ABC):
         return await off_loop(self._executor, size, understand, asked, ignored, context.family, context.model_names)
 
     @abstractmethod
-    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+    async def _prepare(self, http: web.Request, record: RequestRecord, deadline: float, stack: AsyncExitStack
                        ) -> PreparedRequest:
         """Everything before the first worker is involved.  `stack` closes when the answer is sent."""
 
@@ -171,7 +170,7 @@ class Completions(ABC):
             if not stream.begun:
                 raise
             fault = error_responses.known(error, request_ids.logged(prepared.http))
-            prepared.record.fail(fault.code)
+            self._context.stats.broken(prepared.record, fault.code)
             return await stream.fail(error_responses.envelope(fault))
 
     def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
@@ -199,15 +198,15 @@ class Completions(ABC):
                 delta = answers.push((index, message))
                 if delta is not None:
                     delta = replace(delta, index=first + index) if first else delta
-                    prepared.record.tokens(delta.index, answers.generated - before)
+                    self._context.stats.tokens(prepared.record, delta.index, answers.generated - before)
                     if delta.finish_reason:
-                        prepared.record.finish(delta.index, delta.finish_reason)
+                        prepared.record.finish_reasons[delta.index] = delta.finish_reason
                     if part.request.whole:
                         kept.append(delta)
                     else:
                         yield delta
                 if answers.cut_short:
-                    self._context.history.answered(part.request.id)
+                    part.request.record.answered = True
                     break
         assert answers.ended, "the pipeline ended before its last Done"
         for count, delta in enumerate(kept):

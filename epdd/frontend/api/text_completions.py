@@ -10,14 +10,13 @@ import orjson
 from aiohttp import web
 
 from epdd.dispatch.request import Request
+from epdd.dispatch.request_record import RequestRecord
 from epdd.frontend.api.answers import Answers, Chunks, Delta, Whole
 from epdd.frontend.api.completions import Completions, PreparedRequest, PromptRun
-from epdd.frontend.http import request_ids
 from epdd.frontend.requests import completion_requests
 from epdd.frontend.requests.schema import CompletionBody
 from epdd.frontend.structured import structured_output
 from epdd.frontend.text.prompt import Prompt
-from epdd.ops.metrics import RequestMetrics
 
 _Json = dict[str, Any]
 
@@ -77,12 +76,11 @@ class TextCompletions(Completions):
     whole = TextWhole
     chunks = TextChunks
 
-    async def _prepare(self, http: web.Request, record: RequestMetrics, deadline: float, stack: AsyncExitStack
+    async def _prepare(self, http: web.Request, record: RequestRecord, deadline: float, stack: AsyncExitStack
                        ) -> PreparedRequest:
         context = self._context
-        own = request_ids.own(http)
         async with AsyncExitStack() as reading:
-            body = await self._body(http, record, reading, stack)
+            body = await self._body(http, reading, stack)
             options, texts = await self._parsed(CompletionBody, completion_requests.text, body)
             del body
             await structured_output.check(options.structure, self._checker)
@@ -93,11 +91,12 @@ class TextCompletions(Completions):
                     await self._prompts.plain(text, context.max_model_len(), chars) if isinstance(text, str)
                     else Prompt(text, param="prompt"), options)
                 # A single prompt has the answer's id.
-                name = own if len(texts) == 1 else f"{own}-{index}"
-                request = Request(id=name, tokens=prompt.tokens, n=options.n, deadline=deadline, sampling=sampling,
-                                  arrived=record.arrived, client_id=request_ids.client(http), whole=not options.stream,
-                                  salt=salt, tenant=context.keys.tenant(http))
+                own = record if len(texts) == 1 else RequestRecord(f"{record.id}-{index}", record.client_id,
+                                                                   record.clock, record.arrived)
+                request = Request(own, prompt.tokens, sampling, n=options.n, deadline=deadline, salt=salt,
+                                  tenant=context.keys.tenant(http), whole=not options.stream)
                 context.admission.check(request)
                 parts.append(PromptRun(request, Answers(options, request, self._vocabulary)))
-            record.prompt(sum(len(part.request.tokens) for part in parts), 0, len(options.ignored))
+            record.prompt_tokens = sum(len(part.request.tokens) for part in parts)
+            context.stats.prompt(record, len(options.ignored))
             return PreparedRequest(http, options, parts, record, deadline)

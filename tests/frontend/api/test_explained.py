@@ -1,4 +1,4 @@
-"""The frontend's reports to the history: ids, arrival, and an answer that ended before its work."""
+"""What the frontend writes in a request's record: ids, arrival, and that an answer ended before its work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from epdd.dispatch.history import History
 from epdd.dispatch.request import Request
 from tests.frontend.bench import Bench, hosted, settle
 
@@ -17,17 +18,18 @@ async def test_ids_and_arrival(bench: Bench) -> None:
                                    json={"messages": [{"role": "user", "content": "hello"}]})
     request = bench.script.requests[0]
     assert request.id == (await answer.json())["id"]
-    assert request.client_id == answer.headers["x-request-id"] == "mine7"
-    assert before <= request.arrived <= time.monotonic()
+    assert request.record.client_id == answer.headers["x-request-id"] == "mine7"
+    assert before <= request.record.arrived <= time.monotonic()
     answer = await bench.chat()
     request = bench.script.requests[1]
-    assert request.id == answer.headers["x-request-id"] == (await answer.json())["id"] and request.client_id == ""
+    assert request.id == answer.headers["x-request-id"] == (await answer.json())["id"]
+    assert request.record.client_id == ""
 
 
 @hosted()
 async def test_a_stop_string_is_no_abort(bench: Bench) -> None:
     """Both close the pipeline before its end."""
-    history, play = bench.context.history, bench.script.say("hello world hello", hang=True)
+    history, play = History(), bench.script.say("hello world hello", hang=True)
 
     async def recorded(request: Request) -> AsyncIterator[Any]:
         with history.record(request):

@@ -56,7 +56,7 @@ class EncodingRecord:
     error: str = ""
 
     def handed_over(self, worker: str, reason: str, now: float, waited_s: float, predicted_s: float) -> None:
-        """The router's decision; `waited_s` since the image was queued, `predicted_s` by the worker's time model."""
+        """The router's decision; `waited_s` since the image was queued."""
         if self.hand_overs and (ended := self.hand_overs[-1].ended) is not None:
             waited_s = now - ended      # a retry: the image did not wait while a worker had it
         self.hand_overs.append(HandOver(worker, reason, now, waited_s, predicted_s))

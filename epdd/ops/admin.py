@@ -1,4 +1,4 @@
-"""The epdctl socket: one JSON line in, one JSON line out, on a Unix socket only its owner can open."""
+"""The socket of epdctl: a JSON line in, a JSON line out.  By default only the daemon's user can open it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from epdd.settings.service import AdminSettings
 log = logging.getLogger(__name__)
 
 LINE_BYTES_MAX = 64 << 10
-IDLE_S = 60.0               # a client that says nothing is hung up on
+IDLE_S = 60.0               # without a line, a connection is closed
 
 
 class AdminServer:
-    """Serves verbs; each is a function of the request object that returns something JSON can carry."""
+    """Serves verbs; each is a function that takes the request object and returns JSON data."""
 
     def __init__(self, path: Path, config: AdminSettings, verbs: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class AdminServer:
                 writer.write(orjson.dumps(self._answer(line)) + b"\n")
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError):
-            pass    # idle, gone, or a line over the limit: this connection ends, nothing else
+            pass    # idle, gone, or a line over the limit: only this connection ends
         finally:
             writer.close()
 

@@ -76,10 +76,10 @@ _WORKER_COUNTERS = (
 
 
 class ConnectionCounts(Protocol):
-    """What is shown of the HTTP server's connections; its length is how many are open."""
+    """Counts of the HTTP server's connections; the length is the number of open ones."""
 
-    closed: Counter[str]    # by the reason for which the server closed them
-    exhausted: int          # times that there was no descriptor for one
+    closed: Counter[str]    # by the server, for each reason
+    exhausted: int          # checks that found no free file descriptor
 
     def __len__(self) -> int: ...
 
@@ -96,7 +96,7 @@ class Exposition:
 
 
 class _StatusCollector(Collector):
-    """Reads everything at the moment of the scrape, so that no gauge can lag behind."""
+    """Reads everything at the scrape, so no gauge is out of date."""
 
     def __init__(self, stats: RequestStats, connections: ConnectionCounts, status: Callable[[], _Status]) -> None:
         self._stats = stats
@@ -115,7 +115,7 @@ class _StatusCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         stats = self._stats
-        yield GaugeMetricFamily("epdd_num_requests_running", "Requests admitted and not finished.", stats.running)
+        yield GaugeMetricFamily("epdd_num_requests_running", "Requests received and not finished.", stats.running)
         yield _labelled(
             CounterMetricFamily, "requests", "Finished requests by outcome: completed, failed (fault of the server), "
             "rejected (fault of the client, or no room), aborted (the client left).", ("outcome",),

@@ -1,4 +1,4 @@
-"""What happened to requests: counts, recent latencies and rates.  Fed by the endpoints, read by status and /metrics."""
+"""Counts, recent latencies and rates of requests.  The endpoints write them; the status and /metrics read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epdd.dispatch.request_record import RequestRecord
 from epdd.errors import CapacityError, EpddError, RequestError
 from epdd.ops.request_log import RequestLog, line
 
-_WINDOW = 1024          # recent requests that percentiles are of
+_WINDOW = 1024          # latest requests, of which percentiles are computed
 _RATE_S = 10            # seconds that rates are averaged over
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -36,7 +36,7 @@ class Window:
         self._sum += value
 
     def snapshot(self) -> dict[str, float]:
-        """`count` and `sum` are of all values ever, for means between two looks; zeros before the first."""
+        """`count` and `sum` are of all values since start, for means between two snapshots; zeros before the first."""
         ordered = sorted(self._values) or [0.0]
         last = len(ordered) - 1
         return {**{f"p{share}": ordered[round(last * share / 100)] for share in (50, 90, 99)}, "count": self._count,
@@ -58,7 +58,7 @@ class WindowRate:
         self._seconds[-1][1] += events
 
     def value(self) -> float:
-        """The second that is running now does not count yet."""
+        """The current second is not over, so it does not count."""
         now = int(self._clock())
         span = min(_RATE_S, now - self._born)
         return sum(n for second, n in self._seconds if now - span <= second < now) / span if span else 0.0
@@ -67,18 +67,18 @@ class WindowRate:
 class RequestStats:
     """All requests since start.
 
-    accepted: admission let them in.  Each then ends as completed, rejected (the client's fault, or no room),
-    failed (ours or a worker's fault, also in mid-stream) or aborted (the client left).
+    accepted: admitted.  Each request ends as completed, rejected (fault of the client, or no room), failed (fault of
+    the server, also in mid-stream) or aborted (the client left).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, request_log: RequestLog | None = None) -> None:
         self.clock = clock
         self.request_log = request_log
-        self.running = 0
+        self.running = 0                            # received and not finished; not all are admitted
         self.counts: Counter[str] = Counter()       # accepted, completed, rejected, failed, aborted
         self.statuses: Counter[int] = Counter()     # HTTP answers of every endpoint
         self.errors: Counter[str] = Counter()       # code of the error, in mid-stream too
-        self.gauges: dict[str, Callable[[], float]] = {}    # bytes held by the front end, by what for
+        self.gauges: dict[str, Callable[[], float]] = {}    # bytes in memory, by kind: bodies, images
         self.prompt_tokens = self.generated_tokens = self.images = self.ignored_fields = 0
         self.latency = Window()
         self.ttft = Window()

@@ -1,7 +1,7 @@
-"""The request log: one JSON line for each request, on disk, for those who ask for it (`log.requests`).
+"""The request log: a file with one JSON line for each request, if `log.requests` names it.
 
-Sizes and times only: no prompt, picture, answer or key.  Serving never waits for it: lines go through a bounded queue
-to a thread of its own, and what the disk does not take is dropped and counted.
+It has sizes and times only: no prompt, image, answer or key.  Serving never waits for it: a thread writes the lines out
+of a bounded queue.  Lines that the disk does not take are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from epdd.dispatch.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
-LINES_MAX = 10_000          # that wait: 4 MB, minutes of any traffic
-BATCH_MAX = 256             # lines of one write
-CLOSE_S = 1.0               # at stop: for what waits; a disk that hangs is not waited for
+LINES_MAX = 10_000          # in the queue: 4 MB
+BATCH_MAX = 256             # lines in one write
+CLOSE_S = 1.0               # at stop, a disk that hangs is not waited for any longer
 
 
 class RequestLog:
     """Appends to one file; at `bytes_max` it becomes FILE.1, FILE.1 becomes FILE.2, and so on up to `kept`."""
 
     def __init__(self, path: Path, bytes_max: int, kept: int) -> None:
-        """Nothing is opened here: that may already hang."""
+        """Opens nothing: that could hang."""
         self._path = path
         self._bytes_max = bytes_max
         self._kept = kept
         self._waiting: queue.Queue[bytes | None] = queue.Queue(LINES_MAX)
         self._reopen = False
-        self._complains = False             # that lines are lost has been said
-        self._lock = threading.Lock()       # for the two counts, of which both threads add to one
+        self._complains = False             # lost lines were logged, and none was written since
+        self._lock = threading.Lock()       # of `dropped`, which both threads count
         self.written = self.dropped = 0     # lines
         self._file = -1
         self._size = 0
-        self._torn = False                  # the disk filled up within a line: the next must not be added to it
-        # A daemon's thread: one that hangs in a write must not keep the process from ending.
+        self._torn = False                  # the disk filled up within a line; the next line must not be appended to it
+        # A daemon thread: a write that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
@@ -55,11 +55,11 @@ class RequestLog:
             self._lost(1, "the disk is too slow, or hangs")
 
     def reopen(self) -> None:
-        """From the next line on, open the path anew: somebody has moved the file away."""
+        """Open the path again for the next line: the file was moved away, by logrotate for example."""
         self._reopen = True
 
     def close(self) -> None:
-        """Write what waits, as far as the disk takes it within CLOSE_S."""
+        """Write the queued lines, as many as the disk takes within CLOSE_S."""
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -78,7 +78,7 @@ class RequestLog:
             if batch := [line for line in lines if line is not None]:
                 self._store(batch)
         with suppress(OSError):
-            self._shut()        # who reads a pipe shall see its end
+            self._shut()        # the reader of a pipe sees its end
 
     def _store(self, lines: list[bytes]) -> None:
         try:
@@ -88,12 +88,12 @@ class RequestLog:
             self._lost(len(lines), error.strerror or str(error))
             return
         self.written += len(lines)
-        if self._complains and self._waiting.empty():      # a slow disk would have it said with every batch
+        if self._complains and self._waiting.empty():      # otherwise a slow disk would log this with every batch
             self._complains = False
             log.warning("request log: lines are written again dropped=%s", self.dropped)
 
     def _prepare(self, more: int) -> None:
-        """Have the file open, with room for so many bytes.  Raises OSError."""
+        """Open the file if it is not, and rotate it if `more` bytes do not fit.  Raises OSError."""
         if self._reopen:
             self._reopen = False
             self._shut()
@@ -106,14 +106,14 @@ class RequestLog:
             if not self._kept:
                 os.unlink(self._path)
         if self._file < 0:
-            # Who reads it may see who asks when: nobody else's business.
+            # Only for the owner: it says who asked when.
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._size = os.fstat(self._file).st_size
             self._torn = self._torn and self._size > 0
 
     @property
     def _rotates(self) -> bool:
-        """A pipe or /dev/stderr has no size to bound."""
+        """Whether it has a size to limit, unlike a pipe or /dev/stderr."""
         return stat.S_ISREG(os.fstat(self._file).st_mode)
 
     def _append(self, lines: list[bytes]) -> None:

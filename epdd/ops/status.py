@@ -1,4 +1,4 @@
-"""The snapshot of the whole daemon: what epdctl, /health and /metrics show.  Reads, changes nothing."""
+"""The daemon's status, which epdctl, /health and /metrics show.  It changes nothing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from epdd.settings.config import Config
 
 @dataclass(frozen=True)
 class States:
-    """What probes are told."""
+    """The states that probes get."""
 
-    state: str                              # of the daemon: "ready", "degraded", ...
-    workers: tuple[tuple[str, str, str], ...]   # name, role, and state in small letters, of each worker
+    state: str                              # of the daemon: starting, ready, degraded, draining or failed
+    workers: tuple[tuple[str, str, str], ...]   # name, role and state in lower case of each worker
 
 
 class Status:
-    """Knows where each number lives."""
+    """Collects the numbers from the parts of the daemon that own them."""
 
     def __init__(self, config: Config, family: ModelInfo, model_name: str, supervisor: Supervisor,
                  placement_watcher: PlacementWatcher,
@@ -52,9 +52,9 @@ class Status:
         self._stats = stats
         self._emulated = emulated
         self._started = time.monotonic()
-        self._key: tuple[Any, ...] = ()         # what `_states` was made from
+        self._key: tuple[Any, ...] = ()         # of the states that `_states` was made from
         self._states = States("starting", ())
-        self.port = config.server.port      # the real one once the listener is up
+        self.port = config.server.port      # as configured until the listener is open, then the real one
 
     def state(self) -> tuple[str, list[str]]:
         """"starting", "ready", "degraded", "draining" or "failed", and why it is not "ready"."""
@@ -65,7 +65,7 @@ class Status:
         if self._admission.draining:
             return "draining", why
         roles = [self._supervisor.role(role) for role in ("encoder", "pd")]
-        # Without encoders text is served still.  What could serve once is not ended: an operator may resume it.
+        # Without encoders, text is still served.  An encoder that was ready once may be resumed by an operator.
         lost = [role for role in roles if all(worker.state is State.FAILED for worker in role)]
         if any(role is roles[1] or not any(worker.was_ready for worker in role) for role in lost):
             return "failed", why
@@ -74,7 +74,7 @@ class Status:
         return ("degraded" if all(any(worker.was_ready for worker in role) for role in roles) else "starting"), why
 
     def states(self) -> States:
-        """For probes, which anybody may send at any rate: nothing is read from the system, and nothing made twice."""
+        """For probes, which anybody may send at any rate: reads nothing from the system, and builds nothing twice."""
         key = (self._admission.draining, bool(self._placement_watcher.error),
                *((worker, worker.state, worker.was_ready) for worker in self._supervisor.workers))
         if key != self._key:
@@ -115,7 +115,7 @@ class Status:
         replica = self._encoding.router.replicas.by_name.get(worker.name)
         held = replica.held if replica else []
         pid = worker.process.pid if worker.process and ready else None
-        # As the kernel has it now; what the worker read back at its start may be history.
+        # As the kernel has it now: the binding may have changed since the worker started.
         cpus = sorted(set().union(*binding.threads(pid).values())) if pid else []
         policy, nodes = binding.policy(binding.folder(pid)) if pid else ("", set())
         return {
@@ -153,7 +153,7 @@ class Status:
                 "slow": encoding.slow(worker)}
 
     def router(self) -> dict[str, Any]:
-        """The router's settings in force, and the numbers that it decides by."""
+        """The router's settings in force, and the numbers that it decides with."""
         router = self._encoding.router
         replicas, source = router.replicas, self._encoding.ratio_source
         budget = router.budget(router.waiting)
@@ -183,6 +183,6 @@ class Status:
 
 
 def _why(worker: Worker) -> str:
-    """Why it is not READY; a worker in rotation or out of it by an operator's word has no error of now."""
+    """Why a worker is not READY; one that an operator drained has no current error."""
     error = worker.fault or ("" if worker.state is State.DRAINING else worker.last_error)
     return f"{worker.name} {worker.state.value}{': ' if error else ''}{error}"

@@ -1,4 +1,4 @@
-"""What a person who starts the daemon by hand sees: progress while it loads, then how to ask a first question."""
+"""For a daemon started by hand: progress bars while it loads, then commands for a first request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = DEMO / "samples" / "red-circle.png"
 
 
 class Progress:
-    """A bar for each worker on a terminal; nothing elsewhere (the journal and epdctl have it too)."""
+    """A bar for each worker on a terminal; nothing elsewhere (the log and epdctl have the same)."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
@@ -43,10 +43,10 @@ class Progress:
             self._shown = False
             log.output().later(self._end)
 
-    # --- in the thread that writes: a terminal may be told to wait (Ctrl-S)
+    # --- in the thread that writes the log: Ctrl-S stops a terminal's output
 
     def _begin(self) -> None:
-        # Only here: rich is a tenth of the daemon's memory and useless to a service.
+        # Imported here: rich is a tenth of the daemon's memory, and a service has no terminal.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
         self._bars = Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
@@ -67,9 +67,9 @@ class Progress:
 
 
 def greet(model: str, host: str, port: int, socket: Path, keyed: bool) -> None:
-    """Print lines that can be pasted into a shell as they are; not under systemd.
+    """Print commands that can be pasted into a shell; nothing under systemd.
 
-    `keyed`: there are API keys, of which the shell must have one in EPDD_API_KEY.
+    `keyed`: the commands take an API key from EPDD_API_KEY.
     """
     if "JOURNAL_STREAM" in os.environ or "NOTIFY_SOCKET" in os.environ:
         return
@@ -90,11 +90,11 @@ epdd serves {model}.  Open http://{address}:{port}/ in a browser, or try{hint}:
     '{{"messages":[{{"role":"user","content":[{image},{text}]}}]}}'
 
 """
-    # A thread of its own: if nobody reads stdout, the log still goes to stderr.
+    # Another thread than the log's: if nobody reads stdout, the log must still go to stderr.
     log.Output().later(lambda: log.write(lines, sys.stdout.fileno()))
 
 
 def _shortest(path: Path) -> str:
-    """Relative to the working folder where that is shorter."""
+    """The path, relative to the working folder if that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)

@@ -15,7 +15,7 @@ WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime",
 WALL_USED = {
     Path("daemon.py"): 1,                   # when the daemon began, in the model list
     Path("frontend/api/completions.py"): 1,     # "created" of an answer
-    Path("ops/metrics.py"): 1,         # the request log's lines
+    Path("ops/request_log.py"): 1,     # the request log's lines
     Path("checkpoint/chat_template.py"): 1,  # strftime_now of chat templates
 }
 

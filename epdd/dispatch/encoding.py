@@ -18,15 +18,16 @@ from epdd.dispatch.routing.time_models import TimeModel
 from epdd.errors import EpddError, NoWorker, ProtocolError, WorkerLost, from_wire
 from epdd.families import ITEMSIZE, ModelInfo
 from epdd.fleet.channel import Work, WorkEvent
+from epdd.fleet.rate import Rate
 from epdd.fleet.supervisor import Supervisor
-from epdd.fleet.worker import DecayRate, Worker
+from epdd.fleet.worker import Worker
 from epdd.settings.config import Config
 from epdd.settings.workers import RouterSettings as RouterConfig
 from epdd.wire import Cancelled, Encode, Encoded, Failed, Ready
 
 log = logging.getLogger(__name__)
 
-SHARE_S = 60.0              # window of a worker's share of the encoded patches
+SHARE_S = 60                # window of a worker's share of the encoded patches
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,7 +55,7 @@ class Encoding:
         self._workers: dict[str, Worker] = {}       # encoders, as of the last change
         self._models: dict[str, tuple[Ready | None, TimeModel]] = {}
         self._jobs: dict[EncoderCacheEntry, ImageJob] = {}
-        self._patches: dict[str, DecayRate] = {}         # encoded, by worker
+        self._patches: dict[str, Rate] = {}          # encoded, by worker
         self._ids = count()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -183,17 +184,15 @@ class Encoding:
             return
         worker.done += 1
         worker.rate.add(1)
-        self._patches.setdefault(worker.name, DecayRate(SHARE_S)).add(image.patches)
+        self._patches.setdefault(worker.name, Rate(window_s=SHARE_S)).add(image.patches)
         del self._jobs[job.embedding]
         self._cache.written(job.embedding, event.bytes, event.dtype)
 
     def share(self, worker: Worker) -> float | None:
-        """The encoder's share, 0 to 1, of the patches encoded in about the last SHARE_S; None if there were none."""
-        rates = {name: rate.value() for name, rate in self._patches.items() if name in self._workers}
-        # A decaying rate never reaches zero; less than one patch counts as none.
-        if (total := sum(rates.values())) * SHARE_S < 1.0:
-            return None
-        return rates.get(worker.name, 0.0) / total
+        """The encoder's share, 0 to 1, of the patches encoded in the last SHARE_S; None if there were none."""
+        patches = {name: rate.events() for name, rate in self._patches.items() if name in self._workers}
+        total = sum(patches.values())
+        return patches.get(worker.name, 0) / total if total else None
 
     def slow(self, worker: Worker) -> bool:
         """Whether the encoder is SLOW_FACTOR slower than at its warm-up, for SLOW_AFTER_S (`time_models`)."""

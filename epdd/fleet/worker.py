@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import time
 from collections.abc import Callable
 
 from epdd.errors import WorkerLost
 from epdd.fleet.channel import Channel, Work, WorkEvent
 from epdd.fleet.process import Process
+from epdd.fleet.rate import Rate
 from epdd.wire import Encode, Generate, Heartbeat, Loading, Opened, Ready, WorkerSpec
 
 log = logging.getLogger(__name__)
-
-RATE_WINDOW_S = 10.0
 
 
 class State(enum.Enum):
@@ -25,22 +23,6 @@ class State(enum.Enum):
     DRAINING = "DRAINING"       # finishes its work, takes no new work
     GONE = "GONE"               # between exit and restart
     FAILED = "FAILED"           # given up: died fleet.max_failures times in a row, or cannot start
-
-
-class DecayRate:
-    """Events a second over about the last `window_s`, decaying exponentially."""
-
-    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
-        self.window_s = window_s
-        self._value = 0.0
-        self._at = time.monotonic()
-
-    def add(self, count: float) -> None:
-        self._value = self.value() + count / self.window_s
-        self._at = time.monotonic()
-
-    def value(self) -> float:
-        return self._value * math.exp((self._at - time.monotonic()) / self.window_s)
 
 
 class Worker:
@@ -69,7 +51,7 @@ class Worker:
         self.restarts = 0
         self.done = 0                           # works that ended without an error
         self.failed = 0
-        self.rate = DecayRate()                      # images or tokens a second
+        self.rate = Rate()                      # images or tokens a second
         self.fault = ""                         # what is wrong with the present process
         self.last_error = ""                    # why the last process ended; kept when the next is ready
 

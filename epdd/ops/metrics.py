@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from epdd.dispatch.request_record import RequestRecord
 from epdd.errors import CapacityError, EpddError, RequestError
+from epdd.fleet.rate import Rate
 from epdd.ops.request_log import RequestLog, line
 
 _WINDOW = 1024          # latest requests, of which percentiles are computed
-_RATE_S = 10            # seconds that rates are averaged over
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -43,27 +43,6 @@ class Window:
                 "sum": self._sum}
 
 
-class WindowRate:
-    """Events a second over the last whole seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._born = int(clock())
-        self._seconds: deque[list[int]] = deque(maxlen=_RATE_S + 1)     # [second, events]
-
-    def add(self, events: int) -> None:
-        now = int(self._clock())
-        if not self._seconds or self._seconds[-1][0] != now:
-            self._seconds.append([now, 0])
-        self._seconds[-1][1] += events
-
-    def value(self) -> float:
-        """The current second is not over, so it does not count."""
-        now = int(self._clock())
-        span = min(_RATE_S, now - self._born)
-        return sum(n for second, n in self._seconds if now - span <= second < now) / span if span else 0.0
-
-
 class RequestStats:
     """All requests since start.
 
@@ -82,8 +61,8 @@ class RequestStats:
         self.prompt_tokens = self.generated_tokens = self.images = self.ignored_fields = 0
         self.latency = Window()
         self.ttft = Window()
-        self.token_rate = WindowRate(clock)
-        self.image_rate = WindowRate(clock)
+        self.token_rate = Rate(clock)
+        self.image_rate = Rate(clock)
         self.registry = CollectorRegistry()
         self.latency_histogram = self._histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", _SECONDS)

@@ -8,7 +8,7 @@ import pytest
 
 from epdd.dispatch.request_record import ImageRecord
 from epdd.errors import BadRequest, NoWorker, WorkerFailed
-from epdd.ops.metrics import RequestStats, Window, WindowRate
+from epdd.ops.metrics import RequestStats, Window
 
 
 class Clock:
@@ -27,25 +27,6 @@ def test_percentiles() -> None:
     for _ in range(5000):
         window.add(7)
     assert window.snapshot() == {"p50": 7, "p90": 7, "p99": 7, "count": 5101, "sum": 40050}
-
-
-def test_rate_is_of_the_last_whole_seconds() -> None:
-    clock = Clock()
-    rate = WindowRate(clock)
-    assert rate.value() == 0
-    rate.add(5)
-    assert rate.value() == 0        # this second is not over
-    clock.now = 101.5
-    assert rate.value() == 5
-    rate.add(3)
-    clock.now = 102
-    assert rate.value() == 4
-    clock.now = 110
-    assert rate.value() == 0.8
-    clock.now = 111
-    assert rate.value() == 0.3      # the first second has left the window
-    clock.now = 500
-    assert rate.value() == 0
 
 
 @pytest.mark.parametrize(("error", "outcome"), [

@@ -37,7 +37,7 @@ class UsageError(CtlError):
     exit_code = 2
 
 
-class Refused(CtlError):
+class ActionRefused(CtlError):
     """The daemon would not start: with this message and exit code."""
 
     def __init__(self, error: StartupError) -> None:

@@ -107,7 +107,7 @@ def _machine(args: argparse.Namespace) -> Topology:
     try:
         return saved.load(Path(args.load)) if args.load else probe(args.sysroot or "/")
     except StartupError as error:
-        raise client.Refused(error) from None
+        raise client.ActionRefused(error) from None
 
 
 def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
@@ -124,4 +124,4 @@ def _decide(args: argparse.Namespace, topology: Topology) -> Plan:
         family = emulated.family(found.family) if emulated else found.family
         return placement.decide(topology, settings, family, placement.arena_bytes(settings, topology, family), emulated)
     except StartupError as error:
-        raise client.Refused(error) from None
+        raise client.ActionRefused(error) from None

@@ -50,7 +50,7 @@ class Fetcher:
         self._gate = _Gate(config.fetch, Allowlist(config.allow))
         # No reuse: a kept connection was checked for another request's URL.
         connector = aiohttp.TCPConnector(resolver=self._gate, use_dns_cache=False, force_close=True, limit=0)
-        answer: Callable[..., ResponseHandler] = _Answer
+        answer: Callable[..., ResponseHandler] = _Response
         connector._factory = functools.partial(answer, loop=asyncio.get_running_loop())
         os.environ.setdefault("UV_THREADPOOL_SIZE", str(_LOOKUPS * config.max_fetches))     # read at the first lookup
         self._session = aiohttp.ClientSession(
@@ -110,7 +110,7 @@ class Fetcher:
         raise MediaError(f"The image file is over the limit of {most} bytes", code="image_file_too_large")
 
 
-class _Answer(ResponseHandler):
+class _Response(ResponseHandler):
     """A host's answer, which fails if it is more framing than image.
 
     Each interim answer or chunk, however small, runs Python code: a host that sends nothing else would hold the event

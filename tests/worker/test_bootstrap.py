@@ -103,7 +103,7 @@ def test_an_image_and_its_answer_through_two_processes(checkpoint: Callable[...,
     stages = [m.stage for m in seen if isinstance(m, wire.Loading)]
     assert list(dict.fromkeys(stages)) == ["import", "arena", "weights", "warm-up"]
     assert isinstance(ready, wire.Ready) and ready.arena_huge_bytes in (0, pd.ARENA_BYTES)
-    assert ready.samples and ready.seconds < 20 and ready.binding.threads == 1
+    assert ready.samples and 0 < ready.seconds < 600 and ready.binding.threads == 1
     prompt = pd.prompt(folder, [4, checkpoints.picture(100, 60), 6])
     grid = family.grid(100, 60)
     rows = family.rows(grid)

@@ -11,7 +11,7 @@ from typing import Any
 from epdd.frontend.text.detokenizer import Vocabulary
 from tests.field.cases import pictures
 from tests.field.cases.prompts import tokenizer
-from tests.field.bench import Bench
+from tests.field.bench import SETTLE_S, Bench
 from tests.field.table import case
 
 GREETING = "Hello! I can name colours and shapes, count them, and list images in order."
@@ -122,7 +122,7 @@ async def formats(bench: Bench) -> None:
     for form in BAD_SCHEMAS:
         reply = await bench.refused(None, "Hello", response_format=form)
         assert (reply.error["param"] or "").startswith("response_format"), (form, reply.text)
-        assert reply.seconds < 2
+        assert reply.seconds < SETTLE_S
 
 
 @case("D39", "logprobs with minus infinity", "top_logprobs 20 with top_k 1, and with all but one token banned",

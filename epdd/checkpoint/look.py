@@ -10,13 +10,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from epdd import families
-from epdd.checkpoint import chat_template, expected, headers, model_config, quantization, tokenizer
+from epdd.checkpoint import chat_template, headers, quantization, tokenizer
 from epdd.checkpoint.chat_template import ChatTemplate
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization
 from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, ModelInfo
+from epdd.families.family import Family
 from epdd.families.files import Fields
+from epdd.families.tensors import EMBEDDING, HARMLESS, HEAD
 
 # Prefixes of tensor names if a wrapper was saved instead of the model itself.
 PREFIXES = {
@@ -65,18 +67,19 @@ def look(folder: str) -> Look:
     if not (root / "config.json").is_file():
         raise ModelError(headers.no_model(root))
     config = Fields(root / "config.json")
-    family = families.of(config)
-    model_config.check(config)
+    family = families.family(config)
+    info = family.info(config)
+    family.check(config)
     tensors = headers.all_tensors(root)
     files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
     quantized = quantization.read(root, config.data, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in quantized.extra}
     _check(config, family, tensors, quantized)
-    prompts = prompt_files(family)
-    eos, warnings = _words(root, family, prompts)
-    family = replace(family, parameters=_parameters(tensors), eos_ids=eos,
-                     stored=family.stored or headers.dtype(tensors))
-    return Look(folder=folder, name=_name(folder), family=family, dtype=family.stored, prompts=prompts,
+    prompts = prompt_files(info)
+    eos, warnings = _words(root, info, prompts)
+    info = replace(info, parameters=_parameters(family, tensors), eos_ids=eos,
+                   stored=info.stored or headers.dtype(tensors))
+    return Look(folder=folder, name=_name(folder), family=info, dtype=info.stored, prompts=prompts,
                 quantization=quantized.text, files=tuple(path.name for path in files),
                 file_bytes=sum(path.stat().st_size for path in files),
                 warnings=tuple(warnings), tensors=tensors)
@@ -92,24 +95,24 @@ def _name(folder: str) -> str:
     return "epdd-demo" if path == families.DEMO else path.name
 
 
-def _check(config: Fields, family: ModelInfo, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
+def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quantized: Quantization) -> None:
     """Raises ModelError unless the tensors, without scales, are those that config.json describes."""
-    kind, wanted = family.model_type, expected.expected(config)
-    scaled = {expected.canonical(kind, name) for name in quantized.scales}
+    wanted = family.expected(config)
+    scaled = {family.canonical(name) for name in quantized.scales}
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
-        name = expected.canonical(kind, stored)
-        if name not in wanted.shapes and not expected.HARMLESS.search(name):
-            raise _unknown(kind, stored, tensor)
+        name = family.canonical(stored)
+        if name not in wanted.shapes and not HARMLESS.search(name):
+            raise _unknown(family.model_type, stored, tensor)
         found[name] = tensor
     for name, shape in wanted.shapes.items():
         one = found.get(name)
         if one is None:
-            twin = {expected.HEAD: expected.EMBEDDING, expected.EMBEDDING: expected.HEAD}.get(name)
+            twin = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name)
             if wanted.tied and twin in found:
                 continue
             where = headers.SINGLE if len({tensor.file for tensor in tensors.values()}) == 1 else headers.INDEX
-            raise ModelError(f"{Path(family.folder) / where}: lacks {name}, which config.json asks for; take both from "
+            raise ModelError(f"{config.path.parent / where}: lacks {name}, which config.json asks for; take both from "
                              "the same checkpoint")
         if one.shape != shape:
             raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
@@ -151,7 +154,7 @@ def _words(root: Path, family: ModelInfo, prompts: PromptFiles) -> tuple[tuple[i
     return eos, warnings
 
 
-def _parameters(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+def _parameters(family: Family, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Numbers in the vision tower and in the language model."""
-    vision = sum(tensor.count for name, tensor in tensors.items() if expected.is_vision(name))
+    vision = sum(tensor.count for name, tensor in tensors.items() if family.is_vision(name))
     return vision, sum(tensor.count for tensor in tensors.values()) - vision

@@ -1,17 +1,13 @@
-"""Facts of a checkpoint of the Qwen-VL families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
-
-All three cut an image into patches on a grid whose sides are multiples of `merge`.  The language model gets one image
-token for each merge x merge patches.  The families differ in processor defaults and deepstack levels.
-"""
+"""Facts of a checkpoint, and what its settings say in the same way in every family."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from epdd.errors import MediaError, ModelError
-from epdd.families import processor
 from epdd.families.files import Fields
 
 ASPECT_MAX = 200            # the families' resize rule refuses more (D09: exactly 200 is allowed)
@@ -19,9 +15,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 AUTO = "auto"               # as a dtype in config.json: the type of the weights, as if it were missing
 
 DEMO = Path(__file__).parents[1] / "demo"       # ships with epdd; the default model
-
-# model_type -> field of vision_config with the width of an image token in the language model
-_OUT_HIDDEN = {"qwen2_vl": "hidden_size", "qwen2_5_vl": "out_hidden_size", "qwen3_vl": "out_hidden_size"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,11 @@ class Defaults:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of one checkpoint.  Sizes of images are (width, height) in pixels after rotation by EXIF."""
+    """Facts of one checkpoint.  Sizes of images are (width, height) in pixels after rotation by EXIF.
+
+    An image is cut into patches on a grid whose sides are multiples of `merge`, and the language model gets one image
+    token for each merge x merge patches.
+    """
 
     model_type: str
     folder: str
@@ -96,45 +93,24 @@ class ModelInfo:
         return max(1, self.max_pixels // (self.patch * self.merge) ** 2)
 
 
-def load(folder: str) -> ModelInfo:
-    """Read a checkpoint's JSON files.  Raises ModelError naming the file and the field that is wrong or not served."""
-    return of(Fields(Path(folder) / "config.json"))
-
-
-def of(config: Fields) -> ModelInfo:
-    """The same, with config.json already read."""
-    root = config.path.parent
-    kind = config.get("model_type")
-    if kind not in _OUT_HIDDEN:
-        raise ModelError(f"{config.path}: model_type {kind!r} is not served; epdd serves {', '.join(_OUT_HIDDEN)}")
-    text, vision = text_fields(config), config.part("vision_config")
-    seen = processor.load(root, vision)
-    generation = Fields(root / "generation_config.json", {})
-    for key in ("pad_token_id", "bos_token_id"):
-        generation.tokens(key)      # unused here, but transformers checks them when it loads the model
-    return ModelInfo(
-        model_type=kind, folder=str(root),
-        image_token_id=config.whole("image_token_id"),
-        vision_start_id=config.whole("vision_start_token_id"),
-        vision_end_id=config.whole("vision_end_token_id"),
-        patch=seen.patch, merge=seen.merge, temporal=seen.temporal,
-        min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
-        hidden=vision.whole(_OUT_HIDDEN[kind], least=1),
-        planes=1 + len(vision.wholes("deepstack_visual_indexes")),
-        max_model_len=text.whole("max_position_embeddings", least=1),
-        vocab=text.whole("vocab_size", least=1),
-        eos_ids=tuple(dict.fromkeys([*generation.tokens("eos_token_id"), *config.tokens("eos_token_id"),
-                                     *text.tokens("eos_token_id")])),
-        defaults=_defaults(generation),
-        stored=_stored(config, text),
-        vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0),
-        kv_numbers=_kv_numbers(text),
-    )
-
-
 def text_fields(config: Fields) -> Fields:
     """Settings of the language model; before transformers 4.52 they were at the top level."""
     return config if config.get("text_config") is None else config.part("text_config")
+
+
+def facts(config: Fields, text: Fields) -> dict[str, Any]:
+    """Fields of ModelInfo that every family reads alike; `text` as from `text_fields`.  Raises ModelError."""
+    root = config.path.parent
+    generation = Fields(root / "generation_config.json", {})
+    for key in ("pad_token_id", "bos_token_id"):
+        generation.tokens(key)      # unused here, but transformers checks them when it loads the model
+    return {
+        "model_type": config.get("model_type"), "folder": str(root),
+        "max_model_len": text.whole("max_position_embeddings", least=1),
+        "vocab": text.whole("vocab_size", least=1),
+        "eos_ids": tuple(dict.fromkeys([*generation.tokens("eos_token_id"), *config.tokens("eos_token_id"),
+                                        *text.tokens("eos_token_id")])),
+        "defaults": _defaults(generation), "stored": _stored(config, text), "kv_numbers": _kv_numbers(text)}
 
 
 def _kv_numbers(text: Fields) -> int:

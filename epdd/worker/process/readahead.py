@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from epdd.checkpoint import expected, headers
+from epdd import families
+from epdd.checkpoint import headers
 from epdd.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,9 @@ class _ReadAhead:
 def parts(folder: Path, role: str) -> list[FileRange]:
     """Where the tensors of a role's half lie, in order.  Raises ModelError where the weights cannot be read."""
     found: list[FileRange] = []
+    family = families.at(folder)
     wanted = [tensor for name, tensor in headers.all_tensors(folder).items()
-              if expected.is_vision(name) == (role == "encoder")]
+              if family.is_vision(name) == (role == "encoder")]
     for tensor in sorted(wanted, key=lambda tensor: (tensor.file, tensor.start)):
         if found and found[-1].path == tensor.file and tensor.start - found[-1].end <= GAP_BYTES:
             found[-1] = FileRange(tensor.file, found[-1].start, tensor.end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from ctypes import CDLL
@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from epdd.checkpoint import expected
 from epdd.checkpoint.headers import Tensor
 from epdd.checkpoint.quantization import Quantization, Scale
 from epdd.errors import ModelError
@@ -37,23 +36,23 @@ NAN = 0x7F
 
 @contextmanager
 def weights(tensors: Mapping[str, Tensor], quantization: Quantization, dtype: torch.dtype,
-            vision: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """A state dict of one half, with the FP8 matrices in `dtype` and all others as they are stored.
+            wanted: Callable[[str], bool]) -> Iterator[dict[str, torch.Tensor]]:
+    """A state dict of the tensors with `wanted` names: FP8 matrices in `dtype`, all others as they are stored.
 
     Raises ModelError for a file that ends early, or holds NaN in a matrix or its scales, OSError where a file cannot be
     read.
     """
-    wanted = {name: tensor for name, tensor in tensors.items()
-              if expected.is_vision(name) == vision and name not in quantization.extra}
+    chosen = {name: tensor for name, tensor in tensors.items()
+              if wanted(name) and name not in quantization.extra}
     with ExitStack() as stack:
         files = {tensor.file: stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
                  for tensor in tensors.values()}
-        mapped = {path: stack.enter_context(safe_open(path, "pt")) for path in {t.file for t in wanted.values()}}
-        state = {name: mapped[tensor.file].get_tensor(name) for name, tensor in wanted.items()
+        mapped = {path: stack.enter_context(safe_open(path, "pt")) for path in {t.file for t in chosen.values()}}
+        state = {name: mapped[tensor.file].get_tensor(name) for name, tensor in chosen.items()
                  if name not in quantization.scales}
         with ThreadPoolExecutor(torch.get_num_threads(), "weights") as threads:
             made = {name: threads.submit(_dequantised, name, tensor, quantization.scales[name], tensors, files, dtype)
-                    for name, tensor in wanted.items() if name in quantization.scales}
+                    for name, tensor in chosen.items() if name in quantization.scales}
             try:
                 state |= {name: future.result() for name, future in made.items()}
             finally:

@@ -18,10 +18,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, logging as transformers_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from epdd.checkpoint import expected, headers, quantization
+from epdd import families
+from epdd.checkpoint import headers, quantization
 from epdd.errors import ModelError
+from epdd.families.family import Family
 from epdd.families.files import read_json
 from epdd.families.model_info import AUTO
+from epdd.families.tensors import HARMLESS
 from epdd.worker.kernels import cuda
 from epdd.worker.weights import dequantize
 
@@ -108,14 +111,16 @@ def _load_half(folder: str, half: str, dtype: torch.dtype, device: str, attentio
     if whole is None:
         raise ModelError(f"{folder}: model_type {config.model_type!r} is not a vision-language model")
     _forget_quantization(config)
-    root = Path(folder)
+    root, family = Path(folder), families.at(folder)
     try:
         tensors = headers.all_tensors(root)
         quantized = quantization.read(root, read_json(root / "config.json"), tensors)
         # A state dict only where there is something to compute: transformers itself reads shard by shard.
-        made = dequantize.weights(tensors, quantized, dtype, half == "vision") if quantized else nullcontext(None)
+        made = dequantize.weights(
+            tensors, quantized, dtype, lambda name: family.is_vision(name) == (half == "vision")) if quantized else \
+            nullcontext(None)
         with made as state:
-            model, found = _half_class(whole, half).from_pretrained(
+            model, found = _half_class(whole, half, family).from_pretrained(
                 folder if state is None else None, config=config, dtype=dtype, attn_implementation=attention,
                 state_dict=state, local_files_only=True, output_loading_info=True, use_safetensors=True)
     except ModelError:
@@ -140,21 +145,22 @@ def _forget_quantization(config: Any) -> None:
 
 
 @functools.cache
-def _half_class(whole: type, half: str) -> Any:
+def _half_class(whole: type, half: str, family: Family) -> Any:
     """A subclass of a model class whose instances lack the other half from the start."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
         if half == "language":
-            self.model.visual = Dropped()
+            for name in family.vision_modules:
+                setattr(self.model, name, Dropped())
             return
         self.model.language_model = Dropped()
         self.lm_head = Dropped()
         self.all_tied_weights_keys = {}
 
-    others = expected.OF_VISION if half == "language" else f"^(?!.*{expected.OF_VISION})"
+    others = family.of_vision if half == "language" else f"^(?!.*{family.of_vision})"
     members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
-                               "_keys_to_ignore_on_load_unexpected": [others, expected.HARMLESS.pattern]}
+                               "_keys_to_ignore_on_load_unexpected": [others, HARMLESS.pattern]}
     if half == "vision":
         # transformers asks for these to size and tie embeddings, which this half has not.
         members |= {"get_input_embeddings": lambda self: None, "get_output_embeddings": lambda self: None,

@@ -12,7 +12,8 @@ from epdd.worker.process.readahead import GAP_BYTES, FileRange
 
 
 def checkpoint(path, tensors):
-    """A file of these (name, bytes), in order, without their content; where its data begins."""
+    """A file of these (name, bytes), in order, without their content, beside a config.json; where its data begins."""
+    (path.parent / "config.json").write_text('{"model_type": "qwen3_vl"}')
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, size in tensors:
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}

@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers
 
-from epdd.checkpoint import expected, model_config
+from epdd import families
 from epdd.errors import ModelError
 from epdd.families.files import Fields
+from epdd.families.tensors import Expected
 
 HUB = {     # as published: missing fields have defaults
     "qwen2_vl": {
@@ -46,6 +47,14 @@ def write(folder: Path, kind: str, config: dict) -> Path:
     return folder
 
 
+def of(folder: Path) -> Expected:
+    return families.at(folder).expected(Fields(folder / "config.json"))
+
+
+def check(folder: Path) -> None:
+    families.at(folder).check(Fields(folder / "config.json"))
+
+
 @pytest.mark.parametrize("kind", HUB)
 @pytest.mark.parametrize("bare", [False, True])
 def test_names_and_shapes_are_those_of_the_model_classes(tmp_path: Path, kind: str, bare: bool) -> None:
@@ -53,14 +62,14 @@ def test_names_and_shapes_are_those_of_the_model_classes(tmp_path: Path, kind: s
     few = {"num_hidden_layers": 2, "rope_scaling": text["rope_scaling"]}
     config = HUB[kind] if not bare else {"text_config": few, "vision_config": {}}
     folder = write(tmp_path, kind, config)
-    found = expected.expected(Fields(folder / "config.json"))
+    found = of(folder)
     assert found.shapes == of_transformers(folder)
     assert found.tied == transformers.AutoConfig.from_pretrained(folder).tie_word_embeddings
 
 
 @pytest.mark.parametrize("kind", HUB)
 def test_published_settings_are_taken_and_each_wrong_field_is_named(tmp_path: Path, kind: str) -> None:
-    model_config.check(Fields(write(tmp_path, kind, HUB[kind]) / "config.json"))
+    check(write(tmp_path, kind, HUB[kind]))
     for part, field, value in (("vision_config", "num_heads", 17), ("vision_config", "depth", None),
                                ("text", "hidden_act", "epdd"), ("text", "rms_norm_eps", 1), ("text", "rope_theta", "x"),
                                ("text", "num_key_value_heads", 5), ("text", "attention_dropout", "x")):
@@ -68,7 +77,7 @@ def test_published_settings_are_taken_and_each_wrong_field_is_named(tmp_path: Pa
         section = config.get("text_config", config) if part == "text" else config[part]
         section[field] = value
         with pytest.raises(ModelError, match=f"config.json: .*{field} is "):
-            model_config.check(Fields(write(tmp_path, kind, config) / "config.json"))
+            check(write(tmp_path, kind, config))
 
 
 @pytest.mark.parametrize("kind", HUB)
@@ -78,7 +87,7 @@ def test_where_the_language_models_tying_is_said(tmp_path: Path, kind: str) -> N
     config.pop("tie_word_embeddings", None)
     folder = write(tmp_path, kind, {**config, "text_config": {**text, "tie_word_embeddings": True}})
     tied = transformers.AutoConfig.from_pretrained(folder).tie_word_embeddings
-    assert expected.expected(Fields(folder / "config.json")).tied == tied
+    assert of(folder).tied == tied
 
 
 @pytest.mark.parametrize("kind", HUB)
@@ -87,6 +96,7 @@ def test_the_layouts_of_all_times_have_the_same_names(checkpoint, kind: str) -> 
     folder = Path(checkpoint(kind))
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = set(file.keys())
-    wanted = set(expected.expected(Fields(folder / "config.json")).shapes)
-    assert {expected.canonical(kind, name) for name in stored} == wanted
-    assert {expected.canonical(kind, name) for name in wanted} == wanted
+    wanted = set(of(folder).shapes)
+    family = families.at(folder)
+    assert {family.canonical(name) for name in stored} == wanted
+    assert {family.canonical(name) for name in wanted} == wanted

@@ -9,6 +9,7 @@ from typing import Any
 
 from epdd.errors import MediaError, ModelError
 from epdd.families.files import Fields
+from epdd.families.layers import Keeps, LayerKind, Positions, full_attention
 
 ASPECT_MAX = 200            # the families' resize rule refuses more (D09: exactly 200 is allowed)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +58,14 @@ class ModelInfo:
     stored: str = "bfloat16"    # dtype of the weights in config.json; empty: not named
     parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
     vision_width: int = 0
-    kv_numbers: int = 0         # numbers in keys and values of one token, over all layers
+    layers: tuple[LayerKind, ...] = ()      # of the language model, in order; empty: not known
+    positions: Positions = Positions.PLAIN
+    bidirectional_images: bool = False      # an image's tokens attend to each other in both directions
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in keys and values of one token, over all layers that keep all tokens; 0: not known."""
+        return sum(layer.own_numbers for layer in self.layers if layer.keeps is Keeps.FULL)
 
     def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
         """(1, rows, columns) in patches to which an image of this size is resized.
@@ -110,13 +118,14 @@ def facts(config: Fields, text: Fields) -> dict[str, Any]:
         "vocab": text.whole("vocab_size", least=1),
         "eos_ids": tuple(dict.fromkeys([*generation.tokens("eos_token_id"), *config.tokens("eos_token_id"),
                                         *text.tokens("eos_token_id")])),
-        "defaults": _defaults(generation), "stored": _stored(config, text), "kv_numbers": _kv_numbers(text)}
+        "defaults": _defaults(generation), "stored": _stored(config, text), "layers": _layers(text)}
 
 
-def _kv_numbers(text: Fields) -> int:
+def _layers(text: Fields) -> tuple[LayerKind, ...]:
+    """Full attention in all layers; other families replace it."""
     heads = text.whole("num_attention_heads", 1, least=1)
     size = text.whole("head_dim", 0) or text.whole("hidden_size", 0) // heads
-    return 2 * text.whole("num_hidden_layers", 0) * text.whole("num_key_value_heads", heads) * size
+    return full_attention(text.whole("num_hidden_layers", 0), 2 * text.whole("num_key_value_heads", heads) * size)
 
 
 def _stored(config: Fields, text: Fields) -> str:

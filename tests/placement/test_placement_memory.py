@@ -7,13 +7,14 @@ import pytest
 from epdd import placement
 from epdd.errors import PlacementError
 from epdd.hardware.topology import Link
+from epdd.families.layers import full_attention
 from epdd.placement.memory import peers
 from epdd.settings.config import Config
 from tests.placement.machines import FAMILY, GIB, machine
 
 # As Qwen3-VL-8B has them.
 LARGE = replace(FAMILY, hidden=4096, planes=4, max_pixels=1 << 24, vision_width=1152, vocab=151936,
-                max_model_len=262144, parameters=(576_000_000, 8_190_000_000), kv_numbers=2 * 36 * 8 * 128)
+                max_model_len=262144, parameters=(576_000_000, 8_190_000_000), layers=full_attention(36, 2 * 8 * 128))
 VISION, LANGUAGE = 2 * 576_000_000, 2 * 8_190_000_000
 VISION_ACTIVATIONS = 65536 * 1152 * 64
 TEXT_ACTIVATIONS = 512 * 4096 * 96 + 64 * 151936 * 16 + 2 * 512 * 4096 * 4 * 2 + (512 << 20)

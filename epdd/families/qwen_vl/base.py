@@ -11,6 +11,7 @@ from epdd.errors import ModelError
 from epdd.families import config_fields, model_info, processor
 from epdd.families.family import Family
 from epdd.families.files import Fields
+from epdd.families.layers import Positions
 from epdd.families.model_info import ModelInfo, text_fields
 from epdd.families.tensors import EMBEDDING, HEAD, LANGUAGE, Expected, Named, Sizes
 
@@ -41,7 +42,8 @@ class QwenVL(Family):
             min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
             hidden=vision.whole(self.out_key, least=1),
             planes=1 + len(vision.wholes("deepstack_visual_indexes")),
-            vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0))
+            vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0),
+            positions=Positions.MROPE)
 
     # --- config.json
 

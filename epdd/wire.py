@@ -76,15 +76,30 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
     arena: int = 0                  # 0: host memory; others: a pool in the GPU memory of an encoder
 
 
-class Span(msgspec.Struct, frozen=True):
-    """One image in a prompt: rows [start, start + rows) of the token list are its placeholders."""
+Run = tuple[int, int]               # (offset, count) of image tokens that follow each other
 
-    start: int
-    rows: int
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One image in a prompt: where its rows go."""
+
+    start: int                      # of its tokens in the token list; those of text among them are the model's
+    rows: int                       # image tokens
     grid: tuple[int, int, int]      # t, h, w in patches, before merging
     lease: Lease                    # [planes, rows, hidden]: embeddings, then deepstack levels
     dtype: str                      # of the lease: "float32" or "bfloat16"
     digest: str                     # hash of the file, of everything else that changes its embedding, and the salt
+    runs: tuple[Run, ...] = ()      # of image tokens, from `start`; (): one, of all rows
+
+    @property
+    def places(self) -> tuple[Run, ...]:
+        """Its runs in the token list; the image's rows lie there one after another."""
+        return tuple((self.start + offset, count) for offset, count in self.runs or ((0, self.rows),))
+
+    @property
+    def end(self) -> int:
+        """The token after its last row."""
+        offset, count = self.runs[-1] if self.runs else (0, self.rows)
+        return self.start + offset + count
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -32,7 +32,7 @@ def load(family: ModelInfo) -> Tokenizer:
         raise ModelError(f"{path}: only byte-level tokenizers are served; take the one of the original checkpoint")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids = family.vision_start_id, family.image_token_id, family.vision_end_id
+    ids = family.control_ids
     missing = [token for token in ids if tokenizer.id_to_token(token) is None]
     if missing:
         raise ModelError(f"{path}: lacks the image tokens {missing} that config.json names; take the tokenizer.json "

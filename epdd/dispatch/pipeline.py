@@ -198,7 +198,7 @@ class Pipeline:
         """Hand one choice to a PD worker; also a call that unpins the entries it reads, once."""
         spans = tuple(Span(placed.start, embeddings[placed.image].image.rows, embeddings[placed.image].image.grid,
                            embeddings[placed.image].lease, embeddings[placed.image].dtype,
-                           embeddings[placed.image].key) for placed in request.spans)
+                           embeddings[placed.image].key, placed.runs) for placed in request.spans)
         sampling = request.sampling
         if index and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + index)

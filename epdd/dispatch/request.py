@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from epdd.dispatch.request_record import ImageRecord, RequestRecord
-from epdd.wire import Sampling
+from epdd.wire import Run, Sampling
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Image:
     key: str                        # of its embedding in the encoder cache: `content`, then `salt`
     orientation: int = 1            # EXIF orientation of the stored pixels
     salt: str = ""                  # the request's
+    work: int = 0                   # patches; 0: as many as the grid has
 
     @property
     def content(self) -> str:
@@ -29,7 +31,7 @@ class Image:
     @property
     def patches(self) -> int:
         """Its patches: the cost of encoding it."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return self.work or math.prod(self.grid)
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -39,10 +41,11 @@ class Image:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where an image's placeholder tokens begin in the token list."""
+    """Where the tokens of an image begin in the token list."""
 
     start: int
     image: int                      # index into Request.images
+    runs: tuple[Run, ...] = ()      # of image tokens, from `start`; (): one, at `start`
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from epdd.errors import MediaError, ModelError
 from epdd.families.files import Fields
+from epdd.families.image_tokens import Expansion, Grid
 from epdd.families.layers import Keeps, LayerKind, Positions, full_attention
 
 ASPECT_MAX = 200            # the families' resize rule refuses more (D09: exactly 200 is allowed)
@@ -33,14 +34,13 @@ class ModelInfo:
     """Facts of one checkpoint.  Sizes of images are (width, height) in pixels after rotation by EXIF.
 
     An image is cut into patches on a grid whose sides are multiples of `merge`, and the language model gets one image
-    token for each merge x merge patches.
+    token for each merge x merge patches.  A family with other rules has a subclass.
     """
 
     model_type: str
     folder: str
-    image_token_id: int
-    vision_start_id: int
-    vision_end_id: int
+    image_token_id: int         # the embedding's rows take the places of this id
+    template_ids: tuple[int, ...]   # of an image in the chat template: one is `placeholder`, which `expand` replaces
     patch: int                  # side in pixels
     merge: int                  # merge x merge patches become one image token
     temporal: int               # frames of a patch; an image is repeated
@@ -61,13 +61,27 @@ class ModelInfo:
     layers: tuple[LayerKind, ...] = ()      # of the language model, in order; empty: not known
     positions: Positions = Positions.PLAIN
     bidirectional_images: bool = False      # an image's tokens attend to each other in both directions
+    placeholder_id: int | None = None       # None: image_token_id
+    inner_ids: tuple[int, ...] = ()         # that `expand` writes beside image tokens and those of the template
+    # Text that the processor writes before and after an image.  It is tokenised together with the text next to it.
+    text_around: tuple[str, str] = ("", "")
+
+    @property
+    def placeholder(self) -> int:
+        """The token of the chat template that stands for an image."""
+        return self.image_token_id if self.placeholder_id is None else self.placeholder_id
+
+    @property
+    def control_ids(self) -> tuple[int, ...]:
+        """All tokens around and between image tokens: a client's text must not become them."""
+        return tuple(dict.fromkeys((*self.template_ids, self.image_token_id, self.placeholder, *self.inner_ids)))
 
     @property
     def kv_numbers(self) -> int:
         """Numbers in keys and values of one token, over all layers that keep all tokens; 0: not known."""
         return sum(layer.own_numbers for layer in self.layers if layer.keeps is Keeps.FULL)
 
-    def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> tuple[int, int, int]:
+    def grid(self, width: int, height: int, min_pixels: int = 0, max_pixels: int = 0) -> Grid:
         """(1, rows, columns) in patches to which an image of this size is resized.
 
         The rule is `smart_resize` of the families: sides are rounded to multiples of patch * merge, and the area is
@@ -87,9 +101,17 @@ class ModelInfo:
             rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
         return 1, rows // self.patch, columns // self.patch
 
-    def rows(self, grid: tuple[int, int, int]) -> int:
+    def patches(self, grid: Grid) -> int:
+        """The encoder's work on an image with this grid."""
+        return math.prod(grid)
+
+    def rows(self, grid: Grid) -> int:
         """Image tokens of an image with this grid."""
         return math.prod(grid) // self.merge ** 2
+
+    def expand(self, grid: Grid) -> Expansion:
+        """The ids that replace an image's placeholder."""
+        return Expansion([self.image_token_id] * self.rows(grid))
 
     def embedding_bytes(self, rows: int, dtype: str = "float32") -> int:
         """Bytes of the embedding of `rows` image tokens, deepstack levels included."""

@@ -24,8 +24,8 @@ from tests.fleet.fake_worker import fingerprint
 
 GUARD_S = 400       # a hang: a second's work has taken over a minute on a busy machine
 ROWS = 16
-FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD, hidden=64, planes=1,
-                   max_model_len=4096, vocab=1000, eos_ids=(0,))
+FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, (2, 1, 3), 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
+                   hidden=64, planes=1, max_model_len=4096, vocab=1000, eos_ids=(0,))
 FORK_SERVER = ForkServer(["epdd.wire", "epdd.arena"], target="tests.fleet.fake_worker")
 
 

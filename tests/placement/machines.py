@@ -10,7 +10,7 @@ from epdd.hardware.topology import Cpu, Gpu, NumaNode, Topology
 GIB = 1 << 30
 
 FAMILY = ModelInfo(
-    model_type="qwen3_vl", folder="/models/qwen", image_token_id=1, vision_start_id=2, vision_end_id=3, patch=16,
+    model_type="qwen3_vl", folder="/models/qwen", image_token_id=1, template_ids=(2, 1, 3), patch=16,
     merge=2, temporal=2, min_pixels=65536, max_pixels=1 << 20, mean=(.5,) * 3, std=(.5,) * 3, hidden=2560, planes=4,
     max_model_len=32768, vocab=1000, eos_ids=(4,))
 

@@ -22,7 +22,7 @@ from epdd.settings.workers import POLICIES
 from epdd.wire import Sampling, Tokens
 
 ROWS_A_PAGE = 16
-FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, 2, 3, 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
+FAMILY = ModelInfo("qwen3_vl", "/nowhere", 1, (2, 1, 3), 16, 2, 2, 3136, 1 << 20, CLIP_MEAN, CLIP_STD,
                    hidden=PAGE // ROWS_A_PAGE // 4, planes=1, max_model_len=4096, vocab=1000, eos_ids=(0,))
 MANNERS = Manners()
 DEADLY = MANNERS.deadly

@@ -36,8 +36,7 @@ class QwenVL(Family):
         return ModelInfo(
             **model_info.facts(config, text),
             image_token_id=config.whole("image_token_id"),
-            vision_start_id=config.whole("vision_start_token_id"),
-            vision_end_id=config.whole("vision_end_token_id"),
+            template_ids=tuple(map(config.whole, ("vision_start_token_id", "image_token_id", "vision_end_token_id"))),
             patch=seen.patch, merge=seen.merge, temporal=seen.temporal,
             min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
             hidden=vision.whole(self.out_key, least=1),

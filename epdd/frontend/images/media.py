@@ -129,7 +129,8 @@ class Media:
         # All that an embedding depends on, so that different embeddings have different keys.
         facts = f"{self._family.folder}\0{min_pixels}\0{max_pixels}\0{BACKGROUND}\0".encode()
         key = f"{content_hash(data)}{hashlib.blake2b(facts, digest_size=8).hexdigest()}"
-        return Image(data, width, height, grid, self._family.rows(grid), key, header.orientation)
+        return Image(data, width, height, grid, self._family.rows(grid), key, header.orientation,
+                     work=self._family.patches(grid))
 
     def _bytes_max(self, url: str) -> int:
         """Bytes to reserve before the file is read."""

@@ -67,7 +67,7 @@ class Prompt:
             return self
         if self.spans and self.spans[0].start <= first:     # the token before it begins the image
             raise BadRequest("truncate_prompt_tokens would cut an image away", param="truncate_prompt_tokens")
-        spans = [Placed(start=span.start - first, image=span.image) for span in self.spans]
+        spans = [replace(span, start=span.start - first) for span in self.spans]
         return replace(self, tokens=self.tokens[first:], spans=spans)
 
 
@@ -77,21 +77,22 @@ class PromptMaker:
     def __init__(self, family: ModelInfo, files: PromptFiles, executor: Executor, reasoning: bool = True) -> None:
         """`reasoning`: separate a thinking model's reasoning from its answer."""
         self.tokenizer = files.tokenizer
-        self._image = family.image_token_id
+        self._family = family
         self._executor = executor
         controls = {added.content: token for token, added in self.tokenizer.get_added_tokens_decoder().items()
-                    if added.special or token in _family_ids(family)}
+                    if added.special or token in family.control_ids}
         self._controls = controls
         # Longest first: if two tokens start at the same place, tokenizers take the longer.
         longest = sorted(controls, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
+        images = family.image_token_id, family.placeholder
         self._split_plain = re.compile("(" + "|".join(
-            re.escape(content) for content in longest if controls[content] != self._image) + ")")
+            re.escape(content) for content in longest if controls[content] not in images) + ")")
         marked = sorted({"|" if "|" in content else content[0] for content in controls})
         self._stand_ins = [(char, chr(_STAND_INS + index)) for index, char in enumerate(marked)]
         self._chars_max = _longest_token(self.tokenizer)
         text = {token: content for content, token in controls.items()}
-        self._template = Template(files.template, "".join(text[token] for token in _family_ids(family)))
+        self._template = Template(files.template, "".join(text[token] for token in family.template_ids))
         self._think_tokens = think_tokens(self.tokenizer, files.template.source) if reasoning else None
 
     async def make(self, conversation: Conversation, images: Sequence[Image], max_model_len: int) -> Prompt:
@@ -124,22 +125,32 @@ class PromptMaker:
     def _tokenise(self, text: str, images: Sequence[Image], max_model_len: int) -> Prompt:
         pieces = self._pieces(self._split, text, max_model_len, "messages")
         controls = [self._controls[piece] for piece in pieces[1::2]]
-        if controls.count(self._image) != len(images):
+        if controls.count(self._family.placeholder) != len(images):
             raise BadRequest("The model's chat template cannot show every image of these messages; "
                              "images belong into user messages", param="messages")
         # The batch call releases the GIL.
-        runs = self.tokenizer.encode_batch_fast([self._restored(run) for run in pieces[::2]],
-                                                add_special_tokens=False)
+        runs = self.tokenizer.encode_batch_fast(
+            [self._restored(run) for run in self._with_text_around(pieces[::2], controls)], add_special_tokens=False)
         tokens: list[int] = list(runs[0].ids)
         spans: list[Placed] = []
         for token, run in zip(controls, runs[1:]):
-            if token == self._image:
-                spans.append(Placed(start=len(tokens), image=len(spans)))
-                tokens += [token] * images[spans[-1].image].rows
+            if token == self._family.placeholder:
+                expansion = self._family.expand(images[len(spans)].grid)
+                spans.append(Placed(len(tokens), len(spans), expansion.runs))
+                tokens += expansion.ids
             else:
                 tokens.append(token)
             tokens += run.ids
         return Prompt(tokens, spans, thinking=thinking(self._think_tokens, text))
+
+    def _with_text_around(self, runs: list[str], controls: Sequence[int]) -> list[str]:
+        """`runs`, between `controls`, with the text that the family writes around images."""
+        before, after = self._family.text_around
+        if before or after:
+            for i, token in enumerate(controls):
+                if token == self._family.placeholder:
+                    runs[i], runs[i + 1] = runs[i] + before, after + runs[i + 1]
+        return runs
 
     def _pieces(self, split: re.Pattern[str], text: str, max_model_len: int, param: str) -> list[str]:
         """Run, control, run, control, ..., run.  In steps: a search holds the interpreter, and a long text at once
@@ -196,10 +207,6 @@ def _small(conversation: Conversation) -> bool:
         if chars > _INLINE_CHARS:
             return False
     return not conversation.tools
-
-
-def _family_ids(family: ModelInfo) -> tuple[int, int, int]:
-    return family.vision_start_id, family.image_token_id, family.vision_end_id
 
 
 def _longest_token(vocabulary: Tokenizer) -> int:

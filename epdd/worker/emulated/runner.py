@@ -82,7 +82,7 @@ class EmulatedModelRunner(ModelRunner):
         if request.prefilled:
             return
         for span in request.message.spans:
-            if request.computed < span.start + span.rows <= end:
+            if request.computed < span.end <= end:
                 size = self.info.embedding_bytes(span.rows, span.dtype)
                 assert self._arena is not None, "checked with the request"
                 pattern.check(self._arena.view(wire.Lease(span.lease.offset, size)), span.digest[:wire.CONTENT_LETTERS])

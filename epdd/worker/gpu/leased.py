@@ -9,7 +9,7 @@ import torch
 from epdd import wire
 from epdd.worker.gpu.transfer import Fetched, Transfer
 from epdd.worker.kernels.cuda import Device
-from epdd.worker.language.batch_inputs import HostRows, pieces
+from epdd.worker.language.batch_inputs import HostRows, pieces, rows_within
 from epdd.worker.language.model_runner import PromptSequence
 from epdd.worker.language.scheduler import Batch
 
@@ -22,7 +22,7 @@ class Leased:
 
     def __init__(self, span: wire.Span, shape: tuple[int, int, int], device: Device, transfer: Transfer) -> None:
         """`shape`: [planes, rows, hidden] of the lease."""
-        self.start, self.end = span.start, span.start + span.rows
+        self.places, self.rows = span.places, span.rows
         self.arena = span.lease.arena
         self._lease, self._shape, self._dtype = span.lease, shape, getattr(torch, span.dtype)
         self._device, self._transfer = device, transfer
@@ -35,7 +35,8 @@ class Leased:
     def take(self, low: int, high: int) -> torch.Tensor:
         """Rows [low, high) on the device: kernels launched from now on may read them."""
         first, fetched = self._ahead or (0, None)
-        self._ahead = None
+        if len(self.places) == 1:       # later runs of one image may need the rest of the range
+            self._ahead = None
         if fetched is None or low < first or high > first + fetched.planes.shape[1]:
             first, fetched = low, self._transfer.fetch(self._lease, self._shape, self._dtype, low, high)
         self._device.wait(fetched.arrived)
@@ -43,8 +44,7 @@ class Leased:
 
     def kept(self) -> HostRows:
         """A copy in the host's memory: the device's memory is planned without such copies."""
-        rows = self.take(0, self.end - self.start)
-        return HostRows(self.start, rows.to("cpu"))
+        return HostRows(self.places, self.take(0, self.rows).to("cpu"))
 
     def wait(self) -> None:
         """Return when no copy from the lease is under way."""
@@ -56,9 +56,9 @@ def ask_ahead(batch: Batch[PromptSequence], budget: int) -> None:
     for request, count in batch.chunks:
         low, high = request.computed + count, request.computed + count + budget
         for image in request.images:
-            first, last = max(low, image.start), min(high, image.end)
+            first, last = rows_within(image.places, low, high)
             if isinstance(image, Leased) and first < last:
-                image.ask(first - image.start, last - image.start)
+                image.ask(first, last)
 
 
 def splice(batch: Batch[PromptSequence], embeds: torch.Tensor) -> dict[str, Any]:

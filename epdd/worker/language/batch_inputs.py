@@ -6,7 +6,7 @@ Functions of a batch; a chunk may begin or end inside an image.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,24 @@ from epdd.worker.language.scheduler import Batch
 class HostRows:
     """An image's embeddings in the host's memory."""
 
-    start: int
+    places: tuple[wire.Run, ...]
     planes: torch.Tensor        # [planes, rows, hidden]
     arena: None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + int(self.planes.shape[1])
 
     def take(self, low: int, high: int) -> torch.Tensor:
         return self.planes[:, low:high]
 
     def kept(self) -> HostRows:
-        return HostRows(self.start, self.planes.clone())
+        return HostRows(self.places, self.planes.clone())
 
     def wait(self) -> None:
         """Nothing copies in the background."""
 
 
 def content(tokens: list[int], spans: tuple[wire.Span, ...], salt: str = "") -> tuple[int, ...]:
-    """A prompt as the prefix cache compares it: a number made of the image replaces its first placeholder.
+    """A prompt as the prefix cache compares it: a number made of the image replaces the first of its tokens.
 
-    The other placeholders and all later positions follow from it.  A salt changes the first item, so that only prompts
+    The other tokens and all later positions follow from it.  A salt changes the first item, so that only prompts
     with the same salt have a common prefix.
     """
     items = list(tokens)
@@ -99,10 +95,19 @@ def pieces(batch: Batch[PromptSequence]) -> Iterator[tuple[int, PromptImage, int
     for request, count in batch.chunks:
         start, end = request.computed, request.computed + count
         for image in request.images:
-            low, high = max(start, image.start), min(end, image.end)
-            if low < high:
-                yield row + low - start, image, low - image.start, high - image.start
+            first = 0       # the image's row at `place`
+            for place, rows in image.places:
+                low, high = max(start, place), min(end, place + rows)
+                if low < high:
+                    yield row + low - start, image, first + low - place, first + high - place
+                first += rows
         row += count
+
+
+def rows_within(places: Sequence[wire.Run], start: int, end: int) -> tuple[int, int]:
+    """(low, high): rows [low, high) of an image lie in the tokens [start, end) of its prompt."""
+    low = sum(min(max(start - place, 0), rows) for place, rows in places)
+    return low, sum(min(max(end - place, 0), rows) for place, rows in places)
 
 
 def splice(batch: Batch[PromptSequence], embeds: torch.Tensor) -> dict[str, Any]:

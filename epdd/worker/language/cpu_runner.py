@@ -60,7 +60,7 @@ class CpuModelRunner(ModelRunner):
         shape = self.info.planes, span.rows, self.info.hidden
         # Invariant: the arena's mapping lives as long as the process, for this tensor does not hold it.
         flat = torch.frombuffer(self._arena.view(span.lease), dtype=getattr(torch, span.dtype), count=math.prod(shape))
-        return HostRows(span.start, flat.view(shape))
+        return HostRows(span.places, flat.view(shape))
 
     def stepping(self) -> AbstractContextManager[object]:
         """`with`: one step."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from epdd import wire
 from epdd.errors import BadRequest, ContextLength, ProtocolError, WorkerFailed, WorkerLost
+from epdd.families.layers import Positions
 from epdd.worker.language.model_runner import ModelRunner, PromptSequence, StepOutput
 from epdd.worker.language.prefill_budget import PrefillBudget
 from epdd.worker.language.scheduler import HEADROOM_TOKENS, Batch, Scheduler
@@ -120,22 +121,29 @@ class Engine:
         self._check(message.spans, tokens)
         # If a grammar allows nothing but the end, the answer ends even with ignore_eos.
         eos = info.eos_ids if sampling.grammar or not sampling.ignore_eos else ()
-        last = message.spans[-1] if message.spans else None
         return PromptSequence(
             id=message.id, message=message, tokens=tokens, prompt=len(tokens), tenant=message.tenant,
             total_max=len(tokens) + sampling.max_tokens, stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
-            leases_until=last.start + last.rows if last else len(tokens))
+            leases_until=message.spans[-1].end if message.spans else len(tokens))
 
     def _check(self, spans: tuple[wire.Span, ...], tokens: list[int]) -> None:
         """Raises WorkerFailed where daemon and encoder disagree about the images."""
-        info, end = self.runner.info, -1
+        info = self.runner.info
+        # M-RoPE's positions take neighbouring images for one: a token must lie between them.
+        gap = info.positions is Positions.MROPE
+        free = -1 if gap else 0         # the first token that may be an image's
         for span in spans:
-            # get_rope_index takes neighbouring images for one: a token must lie between them.
-            if not (end < span.start and span.start + span.rows <= len(tokens) and span.rows > 0):
+            if span.start < free + gap or span.end > len(tokens) or span.rows <= 0:
                 raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) do not fit the prompt")
-            end = span.start + span.rows
-            if set(tokens[span.start:end]) != {info.image_token_id}:
-                raise WorkerFailed(f"image rows [{span.start}, +{span.rows}) are not all placeholders")
+            free = span.start
+            for start, count in span.places:
+                if start < free or count <= 0:
+                    raise WorkerFailed(f"image rows [{start}, +{count}) do not fit the prompt")
+                free = start + count
+                if set(tokens[start:free]) != {info.image_token_id}:
+                    raise WorkerFailed(f"image rows [{start}, +{count}) are not all placeholders")
+            if sum(count for _, count in span.places) != span.rows:
+                raise WorkerFailed(f"runs {span.runs} do not hold {span.rows} rows")
             if info.rows(span.grid) != span.rows:
                 raise WorkerFailed(f"grid {span.grid} does not make {span.rows} rows")
             if info.embedding_bytes(span.rows, span.dtype) > span.lease.size:

@@ -11,6 +11,7 @@ import torch
 from epdd import families, wire
 from epdd.errors import BadRequest, HardwareError
 from epdd.families import ModelInfo
+from epdd.families.layers import Positions
 from epdd.worker.language import batch_inputs, kv_cache
 from epdd.worker.language.model_runner import PromptSequence, StepOutput
 from epdd.worker.language.sampling.sampler import Sampler
@@ -53,7 +54,7 @@ class LanguageModel:
         message, tokens, vocab = request.message, request.tokens, self.embed.num_embeddings
         if min(tokens) < 0 or max(tokens) >= vocab:
             raise BadRequest(f"token ids must lie in 0..{vocab - 1}")
-        if message.spans:
+        if message.spans and self.info.positions is Positions.MROPE:
             request.positions, request.delta = self._positions(tokens, message.spans)
         if self._prefix_cache:
             request.content = batch_inputs.content(tokens, message.spans, message.salt)
@@ -66,7 +67,8 @@ class LanguageModel:
         ids = torch.tensor([tokens])
         kinds = torch.zeros_like(ids, dtype=torch.int32)
         for span in spans:
-            kinds[0, span.start:span.start + span.rows] = 1
+            for start, count in span.places:
+                kinds[0, start:start + count] = 1
         positions, delta = self.model.base_model.get_rope_index(
             ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor([span.grid for span in spans]))
         return positions[:, 0], int(delta)
@@ -79,7 +81,8 @@ class LanguageModel:
 
     def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, plan: Any, **visual: Any) -> torch.Tensor:
         """Hidden states [T, hidden] of rows with these embeddings [T, hidden] and positions [3, T]."""
-        out = self.text(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False, plan=plan,
+        numbers = positions[:, None] if self.info.positions is Positions.MROPE else positions[:1]
+        out = self.text(inputs_embeds=embeds[None], position_ids=numbers, use_cache=False, plan=plan,
                         **{self._cache_name: self.pool.at(plan.slots)}, **visual)
         return out.last_hidden_state[0]
 

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 
 class PromptImage(Protocol):
-    """An image's embeddings: they take the places [start, end) of the prompt."""
+    """An image's embeddings."""
 
     @property
-    def start(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
+    def places(self) -> tuple[wire.Run, ...]:
+        """(start, count) of the prompt's tokens whose places its rows take, one after another."""
 
     @property
     def arena(self) -> int | None:

@@ -28,7 +28,7 @@ from tests.frontend.http import hostile
 
 pytestmark = pytest.mark.takes(30)
 
-FAMILY = ModelInfo("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
+FAMILY = ModelInfo("qwen2_vl", "x", 1, (2, 1, 3), 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
 SECONDS_MAX = 1.0           # of processor time, for one input; the usual is under a millisecond
 MEMORY_TIMES = 80           # of the input's size: a JSON element takes up to 60 times its bytes
 MEMORY_BASE = 1 << 20

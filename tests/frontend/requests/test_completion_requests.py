@@ -305,7 +305,7 @@ VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allo
 
 @given(st.dictionaries(st.sampled_from(sorted(ChatBody.__struct_fields__)), VALUES, max_size=6))
 def test_any_json_is_taken_or_refused_cleanly(fields: dict[str, Any]) -> None:
-    family = ModelInfo("qwen2_vl", "x", 1, 2, 3, 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
+    family = ModelInfo("qwen2_vl", "x", 1, (2, 1, 3), 14, 2, 2, 3136, 200704, (), (), 8, 1, 4096, 100, ())
     try:
         body = json.dumps({"messages": [USER], **fields}).encode()
         chat, conversation = completion_requests.parse(body, family, ("tiny-vl",))

@@ -148,7 +148,7 @@ def test_images_become_their_rows_in_order(maker: PromptMaker, family: families.
 
     parts = [text("A"), {"type": "image"}, text("B"), {"type": "image"}, text("C")]
     prompt = make(maker, family, [{"role": "user", "content": parts}], rows=(3, 5))
-    start, pad, end = family.vision_start_id, family.image_token_id, family.vision_end_id
+    start, pad, end = family.template_ids
     inner = prompt.tokens[prompt.tokens.index(start) - 1:len(prompt.tokens) - prompt.tokens[::-1].index(end) + 1]
     one = {letter: tokenizer.encode(letter, add_special_tokens=False).ids for letter in "ABC"}
     assert inner == [*one["A"], start, *[pad] * 3, end, *one["B"], start, *[pad] * 5, end, *one["C"]]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class Prompt:
     tokens: list[int]
     images: list[Image.Image] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    runs: list[tuple[wire.Run, ...]] = field(default_factory=list)
 
 
 def prompt(folder: str, parts: Sequence[int | Image.Image], seed: int = 0) -> Prompt:
@@ -49,10 +51,14 @@ def prompt(folder: str, parts: Sequence[int | Image.Image], seed: int = 0) -> Pr
         if isinstance(part, int):
             made.tokens += [rng.randrange(300) for _ in range(part)]
             continue
-        rows = family.rows(family.grid(*part.size))
-        made.tokens.append(family.vision_start_id)
-        made.starts.append(len(made.tokens))
-        made.tokens += [family.image_token_id] * rows + [family.vision_end_id]
+        for token in family.template_ids:
+            if token != family.placeholder:
+                made.tokens.append(token)
+                continue
+            expansion = family.expand(family.grid(*part.size))
+            made.starts.append(len(made.tokens))
+            made.runs.append(expansion.runs)
+            made.tokens += expansion.ids
         made.images.append(part)
     return made
 
@@ -81,9 +87,9 @@ class Bench:
     def submit(self, work_id: str, prompt: Prompt, **sampling: Any) -> list[wire.Lease]:
         """Greedy unless told otherwise; the leases that the request reads."""
         spans = []
-        for image, start in zip(prompt.images, prompt.starts):
+        for image, start, runs in zip_longest(prompt.images, prompt.starts, prompt.runs, fillvalue=()):
             lease, rows, grid = self._lease(image)
-            spans.append(wire.Span(start, rows, grid, lease, "float32", digest(image)))
+            spans.append(wire.Span(start, rows, grid, lease, "float32", digest(image), runs))
         chosen = wire.Sampling(**({"max_tokens": 12, "temperature": 0.0} | sampling))
         self.engine.submit(wire.Generate(work_id, tuple(spans), chosen), np.array(prompt.tokens, np.int32).tobytes())
         return [span.lease for span in spans]

@@ -18,7 +18,7 @@ from epdd.errors import ModelError
 from epdd.families import ITEMSIZE, ModelInfo
 from epdd.families.family import Family
 from epdd.families.files import Fields
-from epdd.families.tensors import EMBEDDING, HARMLESS, HEAD
+from epdd.families.tensors import EMBEDDING, HEAD
 
 # Prefixes of tensor names if a wrapper was saved instead of the model itself.
 PREFIXES = {
@@ -102,7 +102,7 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = family.canonical(stored)
-        if name not in wanted.shapes and not HARMLESS.search(name):
+        if name not in wanted.shapes and not family.ignored.search(name):
             raise _unknown(family.model_type, stored, tensor)
         found[name] = tensor
     for name, shape in wanted.shapes.items():

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 from epdd.families.files import Fields
 from epdd.families.model_info import ModelInfo
-from epdd.families.tensors import Expected
+from epdd.families.tensors import HARMLESS, Expected
 
 
 class Family(ABC):
@@ -17,6 +17,12 @@ class Family(ABC):
     # Which stored tensors belong to the encoder, in every layout of the family; all others are the language model's.
     of_vision: str
     vision_modules: tuple[str, ...] = ("visual",)       # the same as attributes of transformers' base model
+    language_modules: tuple[str, ...] = ("language_model",)     # the other ones
+    # Whether `worker/vision/tower.py` runs the tower; else transformers' `get_image_features` does, and `vision_input`
+    # names the rule of `worker/vision/inputs.py` that makes its arguments.
+    ignored: re.Pattern[str] = HARMLESS         # tensors that may be there and are not used
+    fast_tower: bool = False
+    vision_input: str = "patches"
 
     @abstractmethod
     def info(self, config: Fields) -> ModelInfo:

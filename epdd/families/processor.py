@@ -14,7 +14,23 @@ BICUBIC = 3         # as Pillow and transformers number it
 # A missing field has a default.  transformers takes null as false, or fails at the first image.
 NEVER_NULL = ("do_resize", "do_rescale", "do_normalize", "resample", "rescale_factor", "image_mean", "image_std",
               "patch_size", "merge_size", "temporal_patch_size")
-KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor")
+
+
+@dataclass(frozen=True)
+class ProcessorRule:
+    """One image processor of transformers that cuts images into patches: its names, and limits where files have none.
+
+    `size_only`: limits are read under `size` alone, by the names shortest_edge and longest_edge.
+    """
+
+    kinds: tuple[str, ...]
+    min_pixels: int
+    max_pixels: int
+    size_only: bool = False
+
+
+QWEN = ProcessorRule(("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil",
+                      "Qwen2_5_VLImageProcessor"), min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Processor:
     std: tuple[float, ...]
 
 
-def load(root: Path, vision: Fields) -> Processor:
+def load(root: Path, vision: Fields, rule: ProcessorRule) -> Processor:
     """Read processor_config.json as transformers 5 writes it, else preprocessor_config.json.
 
     Missing fields have transformers' defaults.  Raises ModelError, also if the file does not fit `vision`, the
@@ -38,8 +54,9 @@ def load(root: Path, vision: Fields) -> Processor:
     """
     fields = _fields(root)
     kind = fields.get("image_processor_type")
-    if kind is not None and kind not in KINDS:
-        raise ModelError(f"{fields.path}: image_processor_type {kind!r} is not served; epdd serves {', '.join(KINDS)}")
+    if kind is not None and kind not in rule.kinds:
+        raise ModelError(f"{fields.path}: image_processor_type {kind!r} is not served; this model's are "
+                         f"{', '.join(rule.kinds)}")
     for key in NEVER_NULL:
         if fields.has(key) and fields.get(key) is None:
             raise fields.wrong(key, "a value")
@@ -47,9 +64,9 @@ def load(root: Path, vision: Fields) -> Processor:
         raise ModelError(f"{fields.path}: do_resize is false, which is not served: images come in all sizes; "
                          "set it to true, or remove it")
     if (resample := fields.whole("resample", BICUBIC)) != BICUBIC:
-        raise ModelError(f"{fields.path}: resample is {resample}; only {BICUBIC} (bicubic) is served, which the three "
+        raise ModelError(f"{fields.path}: resample is {resample}; only {BICUBIC} (bicubic) is served, which the "
                          "families use: take the file of the original checkpoint")
-    low, high = _pixel_limits(fields)
+    low, high = _pixel_limits(fields, rule)
     mean, std = _scale(fields)
     return Processor(patch=_same(fields, "patch_size", 14, vision, "patch_size"),
                      merge=_same(fields, "merge_size", 2, vision, "spatial_merge_size"),
@@ -64,12 +81,15 @@ def _fields(root: Path) -> Fields:
     return Fields(root / "preprocessor_config.json")
 
 
-def _pixel_limits(fields: Fields) -> tuple[int, int]:
+def _pixel_limits(fields: Fields, rule: ProcessorRule) -> tuple[int, int]:
     """Least and most pixels, in any of three spellings, with the defaults of transformers' processor class."""
     size = fields.part("size") if fields.get("size") is not None else None
     found = []
-    for key, edge, absent in (("min_pixels", "shortest_edge", 56 * 56), ("max_pixels", "longest_edge", 28 * 28 * 1280)):
-        if fields.get(key) is not None:
+    for key, edge, absent in (("min_pixels", "shortest_edge", rule.min_pixels),
+                              ("max_pixels", "longest_edge", rule.max_pixels)):
+        if rule.size_only:
+            found.append(absent if size is None else size.whole(edge, least=1))
+        elif fields.get(key) is not None:
             found.append(fields.whole(key, least=1))
         elif size is None:
             found.append(absent)

@@ -22,21 +22,26 @@ class QwenVL(Family):
     """One of them; `text` and `vision` are these sections of config.json."""
 
     of_vision = r"\bvisual\."
+    fast_tower = True
     # transformers' defaults for fields that config.json leaves out.
     text_defaults: Mapping[str, int]
     vision_defaults: Mapping[str, int]
     sections: list[int]             # of rotary positions: time, height and width
     rope_types: tuple[str, ...] = config_fields.ROPE
+    rule = processor.QWEN           # of the image processor
+    info_type = ModelInfo
+    template_keys: tuple[str, ...] = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     width_key = "hidden_size"       # field of vision_config: width inside the tower
     out_key = "out_hidden_size"     # width of an image token in the language model
 
     def info(self, config: Fields) -> ModelInfo:
         text, vision = text_fields(config), config.part("vision_config")
-        seen = processor.load(config.path.parent, vision)
-        return ModelInfo(
+        seen = processor.load(config.path.parent, vision, self.rule)
+        return self.info_type(
             **model_info.facts(config, text),
             image_token_id=config.whole("image_token_id"),
-            template_ids=tuple(map(config.whole, ("vision_start_token_id", "image_token_id", "vision_end_token_id"))),
+            template_ids=tuple(map(config.whole, self.template_keys)),
             patch=seen.patch, merge=seen.merge, temporal=seen.temporal,
             min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
             hidden=vision.whole(self.out_key, least=1),
@@ -71,6 +76,10 @@ class QwenVL(Family):
             raise text.wrong("num_attention_heads", "a number whose double divides hidden_size")
         return size("hidden_size") // heads
 
+    def rotary_size(self, text: Fields) -> int:
+        """How much of each head the positions turn."""
+        return self.head_size(text)
+
     def _heads(self, text: Fields, vision: Fields) -> None:
         """Heads must divide the width.  In the vision tower the size of a head must be a multiple of 4 as well."""
         size = Sizes(vision, self.vision_defaults)
@@ -94,13 +103,13 @@ class QwenVL(Family):
             config_fields.theta(rope)
             section = rope.get("mrope_section", section)
         config_fields.theta(text)
-        head = self.head_size(text)
+        turned = self.rotary_size(text)
         sizes = isinstance(section, list) and len(section) == 3 and all(
             type(item) is int and item > 0 for item in section)
-        if not sizes or 2 * sum(section) != head:
+        if not sizes or 2 * sum(section) != turned:
             have = "is missing" if rope is None or not rope.has("mrope_section") else f"is {json.dumps(section)[:80]}"
             raise ModelError(f"{text.path}: mrope_section {have}; three numbers are expected whose sum is half of a "
-                             f"head's size, {head}")
+                             f"head's size, {turned}")
 
     # --- tensors
 
@@ -122,8 +131,8 @@ class QwenVL(Family):
             at = f"{LANGUAGE}layers.{layer}."
             yield from self._attention(at + "self_attn.", text, size)
             yield from self.feed_forward(at + "mlp.", layer, text, size)
-            yield at + "input_layernorm.weight", (hidden,)
-            yield at + "post_attention_layernorm.weight", (hidden,)
+            for name in self.layer_norms:
+                yield f"{at}{name}.weight", (hidden,)
 
     def _attention(self, at: str, text: Fields, size: Sizes) -> Iterator[Named]:
         hidden, heads, head = size("hidden_size"), size("num_attention_heads"), self.head_size(text)

@@ -7,7 +7,6 @@ between two batches, and saves an event for each lease, which would have to outl
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +28,7 @@ from epdd.worker.vision import backends
 from epdd.worker.vision.decode_image import Pixels
 from epdd.worker.vision.encoder import Encoder, ImageTask
 from epdd.worker.vision.grids import Grid
+from epdd.worker.vision.tower import Tower
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class GpuEncoder(Encoder):
         held = self._gpu.held_bytes()
         there = self._spec.gpu_bytes - held if self._spec.gpu_bytes else self._gpu.memory()[0]
         self._gpu.reset_peak()
-        side = math.isqrt(patches)
-        self.embed([self._blank(side)], [(1, side, side)])
+        image, grid = self._blank(patches)
+        self.embed([image], [grid])
         self._wait()
         each = max(1.0, (self._gpu.peak_bytes() - held) / patches)
         return max(1, min(BATCH_PATCHES_MAX, int(BATCH_SHARE * there / each)))
@@ -96,19 +96,24 @@ class GpuEncoder(Encoder):
     # --- parts of Encoder that differ on a GPU
 
     def _prepare(self, pixels: Pixels, grid: Grid) -> torch.Tensor:
-        """[height, width, 3] bytes, pinned."""
-        return self._gpu.pinned(torch.from_numpy(np.require(pixels, requirements=("C", "W"))))
+        """Pinned bytes: [height, width, 3] if the tower's patches are cut on the device."""
+        given = pixels if isinstance(self.tower, Tower) else self.tower.prepare(pixels, grid)
+        return self._gpu.pinned(torch.from_numpy(np.require(given, requirements=("C", "W"))))
 
-    def _blank(self, side: int) -> torch.Tensor:
-        return torch.zeros(side * self._info.patch, side * self._info.patch, 3, dtype=torch.uint8)
+    def _blank(self, patches: int) -> tuple[torch.Tensor, Grid]:
+        image, grid = self.tower.blank(patches)
+        if isinstance(self.tower, Tower):
+            return torch.zeros(grid[1] * self._info.patch, grid[2] * self._info.patch, 3, dtype=torch.uint8), grid
+        return torch.from_numpy(image), grid
 
     def _wait(self) -> None:
         self._gpu.synchronise(self._stream)
 
     def embed(self, images: list[Any], grids: list[Grid]) -> backends.Planes:
         """Planes [rows, hidden] of all images from their pixels, on their way on the device."""
-        parts = [pixels.patches(image.to(self._gpu.torch, non_blocking=True), grid, self._info)
-                 for image, grid in zip(images, grids)]
+        parts = [image.to(self._gpu.torch, non_blocking=True) for image in images]
+        if isinstance(self.tower, Tower):
+            parts = [pixels.patches(part, grid, self._info) for part, grid in zip(parts, grids)]
         return self._run(parts[0] if len(parts) == 1 else torch.cat(parts), grids)
 
     def _check_lease(self, lease: wire.Lease) -> None:
@@ -141,9 +146,9 @@ class GpuEncoder(Encoder):
     def _prove(self) -> None:
         """Encode the smallest image, or end.  Raises DeviceError."""
         self._gpu.empty_cache()
-        side = self._info.merge
         try:
-            self.embed([self._blank(side)], [(1, side, side)])
+            image, grid = self._blank(1)
+            self.embed([image], [grid])
             self._wait()
         except Exception as error:
             raise DeviceError(f"after memory ran out nothing can be encoded: {cuda.fault(error) or error}") from None

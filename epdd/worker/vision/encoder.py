@@ -22,9 +22,11 @@ from epdd.arena import Mapping
 from epdd.errors import ProtocolError, WorkerFailed
 from epdd.worker.process.loop import Send, failed
 from epdd.worker.process.thread_name import name_thread
-from epdd.worker.vision import backends, decode_image, preprocess
-from epdd.worker.vision.backends import choice, remembered
+from epdd.worker.vision import backends, decode_image
+from epdd.worker.vision.backends import choice, plain, remembered
 from epdd.worker.vision.grids import Grid
+from epdd.worker.vision.inputs import INPUTS
+from epdd.worker.vision.plain_tower import PlainTower
 from epdd.worker.vision.tower import Tower
 from epdd.worker.weights import load
 
@@ -59,7 +61,7 @@ class Encoder:
             raise WorkerFailed("an encoder needs the arena")
         self._arena, self._send, self._spec = arena, send, spec
         self._info = families.load(spec.model)
-        self.tower = Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._info)
+        self.tower = self._load_tower(spec)
         self._run: backends.Run = self.tower
         self._waiting: deque[ImageTask] = deque()
         # The next image is prepared while this one is encoded; the decoders release the interpreter lock.
@@ -99,7 +101,7 @@ class Encoder:
         batch: list[tuple[ImageTask, Any]] = []
         total = 0
         while self._waiting:
-            size = math.prod(self._waiting[0].message.grid)
+            size = self._info.patches(self._waiting[0].message.grid)
             if batch and total + size > self.batch_patches:
                 break
             job = self._waiting.popleft()
@@ -119,11 +121,10 @@ class Encoder:
         chosen = self._choose(lambda done: progress(CHOICE_SHARE * done))
         self._run = chosen.run
         samples: list[tuple[int, float]] = []
-        factor, patches_max = self._info.merge, self._info.rows_max * self._info.merge ** 2
         begin = time.monotonic()
         for i, wanted in enumerate(WARM_UP_PATCHES):
-            side = max(1, math.isqrt(min(wanted, patches_max)) // factor) * factor
-            n = side * side
+            image, grid = self._blank(wanted)
+            n = self._info.patches(grid)
             if samples:
                 # Cost grows a little faster than the patches, as attention's share does.
                 expected = samples[-1][1] * 1.3 * n / samples[-1][0]
@@ -131,7 +132,7 @@ class Encoder:
                     break
             for _ in range(2 if not samples else 1):
                 start = time.monotonic()
-                self.embed([self._blank(side)], [(1, side, side)])
+                self.embed([image], [grid])
                 self._wait()
                 seconds = time.monotonic() - start
             samples.append((n, seconds))
@@ -145,6 +146,13 @@ class Encoder:
         """Of the weights and the embeddings."""
         return self.tower.dtype
 
+    def _load_tower(self, spec: wire.WorkerSpec) -> Tower | PlainTower:
+        family = families.at(spec.model)
+        if family.fast_tower:
+            return Tower(lambda: load.load_vision(spec.model, spec.dtype, spec.device), self._info)
+        return PlainTower(lambda: load.load_vision_half(spec.model, spec.dtype, spec.device), self._info,
+                          INPUTS[family.vision_input](self._info))
+
     def _decode(self, raw: bytes, message: wire.Encode) -> Any:
         """What `embed` takes of an image file, in the helper thread.  Raises MediaError."""
         try:
@@ -155,11 +163,11 @@ class Encoder:
 
     def _prepare(self, pixels: decode_image.Pixels, grid: Grid) -> Any:
         """The same of its pixels."""
-        return preprocess.patches(pixels, self._info, grid)
+        return self.tower.prepare(pixels, grid)
 
-    def _blank(self, side: int) -> Any:
-        """The same of a black image of `side` patches a side."""
-        return np.zeros((side * side, 3 * self._info.patch ** 2), np.uint8)
+    def _blank(self, patches: int) -> tuple[Any, Grid]:
+        """The same of a black square of about that many patches, and its grid."""
+        return self.tower.blank(patches)
 
     def _wait(self) -> None:
         """Until all that was begun is done: at once on a CPU."""
@@ -170,6 +178,8 @@ class Encoder:
         return self._run(stacked.to(self.tower.device), grids)
 
     def _choose(self, progress: Callable[[float], None]) -> choice.BackendChoice:
+        if isinstance(self.tower, PlainTower):
+            return plain.choose(self.tower)
         ways = choice.candidates(self.tower.device, self._spec.quantize)
         missing = {way.name: lacking for way in ways if (lacking := way.missing(self.tower))}
         facts = remembered.facts(self._spec, load.dtype_name(self.dtype), [way.name for way in ways], missing)
@@ -212,11 +222,12 @@ class Encoder:
         except Exception as error:
             return error
         # Each answer has its image's share of the seconds: the daemon's time models are per image.
-        per_patch = (time.monotonic() - start) / sum(math.prod(message.grid) for message in messages)
-        for message, size in zip(messages, written):
+        patches = [self._info.patches(message.grid) for message in messages]
+        per_patch = (time.monotonic() - start) / sum(patches)
+        for message, size, count in zip(messages, written, patches):
             self._steps += 1
             self._send(wire.Encoded(message.id, rows=message.rows, bytes=size, dtype=load.dtype_name(self.dtype),
-                                    seconds=per_patch * math.prod(message.grid)))
+                                    seconds=per_patch * count))
         return None
 
     def _write(self, message: wire.Encode, planes: backends.Planes) -> int:

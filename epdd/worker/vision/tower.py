@@ -8,14 +8,19 @@ compute the products.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from epdd.families import ModelInfo
+from epdd.worker.vision import preprocess
+from epdd.worker.vision.decode_image import Pixels
 from epdd.worker.vision.grids import Grid, Segments, tables
 
 
@@ -118,6 +123,20 @@ class Tower:
             block.attn = ImageAttention(block.attn)
         self._tables = tables(module)
         module.rotary_pos_emb = GivenRotary()
+
+    def prepare(self, pixels: Pixels, grid: Grid) -> NDArray[np.uint8]:
+        """What `__call__` takes of one image, from its upright pixels [height, width, 3]."""
+        return preprocess.patches(pixels, self.info, grid)
+
+    def side(self, patches: int) -> int:
+        """Of a square grid of about that many patches, and no more than the largest image has."""
+        wanted = min(patches, self.info.rows_max * self.info.merge ** 2)
+        return max(1, math.isqrt(wanted) // self.info.merge) * self.info.merge
+
+    def blank(self, patches: int) -> tuple[NDArray[np.uint8], Grid]:
+        """What `__call__` takes of a black square of about that many patches."""
+        side = self.side(patches)
+        return np.zeros((side * side, 3 * self.info.patch ** 2), np.uint8), (1, side, side)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def __call__(self, patches: torch.Tensor, grids: list[Grid]) -> list[torch.Tensor]:

@@ -24,7 +24,6 @@ from epdd.errors import ModelError
 from epdd.families.family import Family
 from epdd.families.files import read_json
 from epdd.families.model_info import AUTO
-from epdd.families.tensors import HARMLESS
 from epdd.worker.kernels import cuda
 from epdd.worker.weights import dequantize
 
@@ -36,8 +35,13 @@ class Dropped(nn.Module):  # type: ignore[misc]
 
 
 def load_vision(folder: str, dtype: str, device: str) -> Any:
-    """The vision tower in eval mode.  Raises ModelError."""
-    return _load_half(folder, "vision", pick_dtype(folder, dtype, device), device, "sdpa").base_model.visual
+    """The vision tower in eval mode, if it is a module of its own.  Raises ModelError."""
+    return load_vision_half(folder, dtype, device).visual
+
+
+def load_vision_half(folder: str, dtype: str, device: str) -> Any:
+    """transformers' base model without its language model, in eval mode.  Raises ModelError."""
+    return _load_half(folder, "vision", pick_dtype(folder, dtype, device), device, "sdpa").base_model
 
 
 def load_language(folder: str, dtype: str, device: str, attention: str) -> Any:
@@ -154,13 +158,14 @@ def _half_class(whole: type, half: str, family: Family) -> Any:
             for name in family.vision_modules:
                 setattr(self.model, name, Dropped())
             return
-        self.model.language_model = Dropped()
+        for name in family.language_modules:
+            setattr(self.model, name, Dropped())
         self.lm_head = Dropped()
         self.all_tied_weights_keys = {}
 
     others = family.of_vision if half == "language" else f"^(?!.*{family.of_vision})"
     members: dict[str, Any] = {"__init__": __init__, "__module__": whole.__module__,
-                               "_keys_to_ignore_on_load_unexpected": [others, HARMLESS.pattern]}
+                               "_keys_to_ignore_on_load_unexpected": [others, family.ignored.pattern]}
     if half == "vision":
         # transformers asks for these to size and tie embeddings, which this half has not.
         members |= {"get_input_embeddings": lambda self: None, "get_output_embeddings": lambda self: None,

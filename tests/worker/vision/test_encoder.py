@@ -11,7 +11,7 @@ from PIL import Image
 
 from epdd import arena, families, wire
 from epdd.errors import ProtocolError
-from epdd.worker.vision import encoder, tower
+from epdd.worker.vision import encoder, preprocess, tower
 from tests.models import checkpoints
 from tests.worker.language import pd
 
@@ -72,7 +72,7 @@ def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[
     folded = tower.FoldedPatchEmbed(untouched.proj, facts.mean, facts.std)
     image = checkpoints.picture(300, 200)
     values, _ = checkpoints.pixel_values(folder, [image])
-    raw = encoder.preprocess.patches(np.asarray(image), facts, facts.grid(300, 200))
+    raw = preprocess.patches(np.asarray(image), facts, facts.grid(300, 200))
     with torch.inference_mode():
         wanted = untouched(values)
         assert (folded(torch.from_numpy(raw)) - wanted).abs().max() < 1e-5 * wanted.abs().max()

@@ -54,7 +54,7 @@ def choose(tower: Tower, backends: Sequence[Backend], memory: remembered.Memory,
         try:
             return BackendChoice(backend.name, backend.prepare(tower), known.trials)
         except Exception as error:
-            log.warning("encoder backend %s, remembered, does not start: %s", backend.name, _first_line(error))
+            log.warning("encoder backend %s, remembered, does not start: %s", backend.name, first_line(error))
             tower.reload()
     trials = {trial.backend: trial for trial in measure(tower, backends, progress)}
     for name in sorted((t.backend for t in trials.values() if not t.note), key=lambda name: trials[name].seconds):
@@ -97,7 +97,7 @@ def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float
         except Exception as error:
             if first is None:
                 raise       # what torch itself cannot compute, no backend can
-            notes[backend.name] = _first_line(error)
+            notes[backend.name] = first_line(error)
         if not notes[backend.name]:
             runs[backend.name] = run
     seconds = _race(runs, large, progress) if len(runs) > 1 else {}
@@ -107,8 +107,7 @@ def measure(tower: Tower, backends: Sequence[Backend], progress: Callable[[float
 def probe(tower: Tower, patches: int) -> tuple[torch.Tensor, list[Grid]]:
     """A square image of about `patches` patches: smooth shapes under noise, the same each time."""
     info = tower.info
-    wanted = min(patches, info.rows_max * info.merge ** 2)
-    side = max(1, math.isqrt(wanted) // info.merge) * info.merge
+    side = tower.side(patches)
     rng = np.random.default_rng(0)
     shapes = rng.integers(0, 256, (side * side, 3, 1), np.uint8)
     noise = rng.integers(-16, 17, (side * side, 3, info.patch ** 2))
@@ -144,8 +143,9 @@ def _adopt(tower: Tower, backend: Backend, plain: bool) -> tuple[Run, str]:
         run = backend.prepare(tower)
         return run, backend.refusal(run(*small), wanted)
     except Exception as error:
-        return tower, _first_line(error)
+        return tower, first_line(error)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """An error as the note of a trial."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -20,8 +20,8 @@ POLICIES = {                                # router.policy, in the words of `ep
 
 class ModelSettings(Struct, frozen=True):
     path: Annotated[str, Meta(description="""
-        The model: a folder with a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint, or the id of a model of the Hugging Face
-        Hub as "ORG/NAME". Empty: the small demo model that comes with epdd.""")] = ""
+        The model: a folder with a checkpoint of a served family, or the id of a model of the Hugging Face Hub
+        as "ORG/NAME". Empty: the small demo model that comes with epdd.""")] = ""
     revision: Annotated[str, Meta(description="""
         Branch, tag or commit of a model of the Hub. Empty: main.""")] = ""
     download: Annotated[bool, Meta(description="""

@@ -6,6 +6,7 @@ the smallest that still exercise grouped heads, deepstack and window attention.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ import transformers  # noqa: E402
 from PIL import Image  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
+
+from epdd import families  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -66,9 +69,16 @@ BIG = Size(hidden=512, layers=8, heads=8, kv_heads=4, inter=2048, vocab=32000, v
 def build(folder: Path, family: str = "qwen3_vl", size: Size = TINY, dtype: str = "float32", tie: bool = False,
           shards: int = 1, std: float = 0.2, seed: int = 0) -> Path:
     """Write a complete checkpoint (weights, tokenizer, template, processor settings) and return its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = _write_tokenizer(folder, size.vocab)
+    ids = write_tokenizer(folder, size.vocab)
     config = _config(family, size, ids, tie)
+    write(folder, config, ids, dtype, shards, std, seed)
+    _write_processor(folder, family, config, size)
+    return folder
+
+
+def write(folder: Path, config: Any, ids: dict[str, int], dtype: str = "float32", shards: int = 1, std: float = 0.2,
+          seed: int = 0) -> None:
+    """Random weights of a transformers config, and its settings; `ids` are those of `write_tokenizer`."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -84,10 +94,8 @@ def build(folder: Path, family: str = "qwen3_vl", size: Size = TINY, dtype: str 
     model.config.dtype = getattr(torch, dtype)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(folder, max_shard_size=weights // shards + 4096 if shards > 1 else "50GB")
-    _write_json(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-                                                    "pad_token_id": ids["<|endoftext|>"], "do_sample": False})
-    _write_processor(folder, family, config, size)
-    return folder
+    write_json(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+                                                   "pad_token_id": ids["<|endoftext|>"], "do_sample": False})
 
 
 def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
@@ -123,7 +131,9 @@ def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"])
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
+def write_tokenizer(folder: Path, vocab: int = TINY.vocab) -> dict[str, int]:
+    """Tokenizer and chat template; the ids of SPECIALS."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,7 +144,7 @@ def _write_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    _write_json(folder / "tokenizer_config.json", {
+    write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
         "model_max_length": 4096, "chat_template": CHAT_TEMPLATE})
     return {text: tokenizer.token_to_id(text) for text in SPECIALS}
@@ -143,13 +153,14 @@ def _write_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
 def _write_processor(folder: Path, family: str, config: Any, size: Size) -> None:
     clip = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
     mean, std = ((0.5,) * 3, (0.5,) * 3) if family == "qwen3_vl" else clip
-    _write_json(folder / "preprocessor_config.json", {
+    write_json(folder / "preprocessor_config.json", {
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": config.vision_config.patch_size,
         "temporal_patch_size": 2, "merge_size": 2, "image_mean": mean, "image_std": std,
         "size": {"shortest_edge": 56 * 56, "longest_edge": size.max_pixels}})
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """A settings file."""
     path.write_text(json.dumps(data, indent=1))
 
 
@@ -172,8 +183,16 @@ def whole_model(folder: str) -> Any:
 
 @lru_cache(maxsize=None)
 def image_processor(folder: str) -> Any:
-    """The reference image processor, without torchvision, which AutoImageProcessor of older versions asks for."""
-    return Qwen2VLImageProcessorPil.from_pretrained(folder)
+    """The reference image processor on Pillow; by its class where AutoImageProcessor of older versions asks for
+    torchvision."""
+    if families.at(folder).model_type in FAMILIES:
+        return Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def image_inputs(folder: str, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    """What the reference image processor makes of images: arguments of the model."""
+    return dict(image_processor(folder)(images=list(images), return_tensors="pt"))
 
 
 def pixel_values(folder: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +208,8 @@ def reference_generate(folder: str, tokens: Sequence[int], images: Sequence[Imag
     ids = torch.tensor([list(tokens)])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if images:
-        inputs["pixel_values"], inputs["image_grid_thw"] = pixel_values(folder, images)
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        inputs |= image_inputs(folder, images)
+        if "mm_token_type_ids" in inspect.signature(model.model.forward).parameters:
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     out = model.generate(**inputs, max_new_tokens=max_new, do_sample=False)
     return out[0, len(tokens):].tolist()

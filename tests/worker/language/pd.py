@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from epdd.families.vocabulary import Vocabulary
 from epdd.worker.language.cpu_runner import CpuModelRunner
 from epdd.worker.language.engine import Engine
 from epdd.worker.language.scheduler import HEADROOM_TOKENS
+from epdd.worker.vision.plain_tower import rows
 from tests.models import checkpoints
 
 
@@ -150,8 +152,12 @@ def digest(image: Image.Image) -> str:
 @torch.inference_mode()
 def embed(folder: str, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """[planes, rows, hidden] by the undivided model's own tower."""
-    values, grid = checkpoints.pixel_values(folder, [image])
-    out = checkpoints.whole_model(folder).model.visual(values, grid_thw=grid, return_dict=True)
-    planes = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-    t, h, w = grid[0].tolist()
-    return torch.stack(planes), (t, h, w)
+    inputs = checkpoints.image_inputs(folder, [image])
+    model = checkpoints.whole_model(folder).model
+    if families.at(folder).fast_tower:
+        out = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], return_dict=True)
+    else:
+        named = inspect.signature(model.get_image_features).parameters
+        out = model.get_image_features(**{name: inputs[name] for name in inputs if name in named}, return_dict=True)
+    planes = [rows(out.pooler_output), *(getattr(out, "deepstack_features", None) or ())]
+    return torch.stack(planes), families.load(folder).grid(*image.size)

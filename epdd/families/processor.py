@@ -27,6 +27,7 @@ class ProcessorRule:
     min_pixels: int
     max_pixels: int
     size_only: bool = False
+    temporal: int | None = None         # frames of a patch, whatever config.json says; None: as the file says
 
 
 QWEN = ProcessorRule(("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil",
@@ -70,7 +71,7 @@ def load(root: Path, vision: Fields, rule: ProcessorRule) -> Processor:
     mean, std = _scale(fields)
     return Processor(patch=_same(fields, "patch_size", 14, vision, "patch_size"),
                      merge=_same(fields, "merge_size", 2, vision, "spatial_merge_size"),
-                     temporal=_same(fields, "temporal_patch_size", 2, vision, "temporal_patch_size"),
+                     temporal=_temporal(fields, vision, rule),
                      min_pixels=low, max_pixels=high, mean=mean, std=std)
 
 
@@ -98,6 +99,14 @@ def _pixel_limits(fields: Fields, rule: ProcessorRule) -> tuple[int, int]:
     if found[0] > found[1]:
         raise ModelError(f"{fields.path}: size asks for at least {found[0]} and at most {found[1]} pixels; correct it")
     return found[0], found[1]
+
+
+def _temporal(fields: Fields, vision: Fields, rule: ProcessorRule) -> int:
+    if rule.temporal is None:
+        return _same(fields, "temporal_patch_size", 2, vision, "temporal_patch_size")
+    if fields.whole("temporal_patch_size", rule.temporal) != rule.temporal:
+        raise fields.wrong("temporal_patch_size", str(rule.temporal))
+    return rule.temporal
 
 
 def _scale(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]]:

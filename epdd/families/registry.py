@@ -11,12 +11,13 @@ from epdd.families.glm_v.glm4v import Glm4V
 from epdd.families.glm_v.glm46v import Glm46V
 from epdd.families.glm_v.glm_ocr import GlmOcr
 from epdd.families.model_info import ModelInfo
+from epdd.families.paddleocr_vl import PaddleOcrVL
 from epdd.families.qwen_vl.qwen2_5_vl import Qwen2_5VL
 from epdd.families.qwen_vl.qwen2_vl import Qwen2VL
 from epdd.families.qwen_vl.qwen3_vl import Qwen3VL
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (
-    Qwen2VL(), Qwen2_5VL(), Qwen3VL(), Glm4V(), Glm46V(), GlmOcr())}
+    Qwen2VL(), Qwen2_5VL(), Qwen3VL(), Glm4V(), Glm46V(), GlmOcr(), PaddleOcrVL())}
 
 
 def family(config: Fields) -> Family:

@@ -33,6 +33,7 @@ class QwenVL(Family):
     template_keys: tuple[str, ...] = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     width_key = "hidden_size"       # field of vision_config: width inside the tower
+    heads_key = "num_heads"
     out_key = "out_hidden_size"     # width of an image token in the language model
 
     def info(self, config: Fields) -> ModelInfo:
@@ -44,18 +45,21 @@ class QwenVL(Family):
             template_ids=tuple(map(config.whole, self.template_keys)),
             patch=seen.patch, merge=seen.merge, temporal=seen.temporal,
             min_pixels=seen.min_pixels, max_pixels=seen.max_pixels, mean=seen.mean, std=seen.std,
-            hidden=vision.whole(self.out_key, least=1),
+            hidden=self.image_width(text, vision),
             planes=1 + len(vision.wholes("deepstack_visual_indexes")),
             vision_width=vision.whole("embed_dim", 0) or vision.whole("hidden_size", 0),
             positions=Positions.MROPE)
+
+    def image_width(self, text: Fields, vision: Fields) -> int:
+        """Of an image token in the language model.  Raises ModelError."""
+        return vision.whole(self.out_key, least=1)
 
     # --- config.json
 
     def check(self, config: Fields) -> None:
         text, vision = text_fields(config), config.part("vision_config")
         config_fields.check(config, text, vision)
-        rows, hidden = (fields.whole(key, defaults[key]) for fields, key, defaults in (
-            (vision, self.out_key, self.vision_defaults), (text, "hidden_size", self.text_defaults)))
+        rows, hidden = self.image_width(text, vision), text.whole("hidden_size", self.text_defaults["hidden_size"])
         if rows != hidden:
             raise ModelError(f"{config.path}: vision_config.{self.out_key} is {rows}, but the language model's "
                              f"hidden_size is {hidden}; take the file of the original checkpoint")
@@ -83,8 +87,8 @@ class QwenVL(Family):
     def _heads(self, text: Fields, vision: Fields) -> None:
         """Heads must divide the width.  In the vision tower the size of a head must be a multiple of 4 as well."""
         size = Sizes(vision, self.vision_defaults)
-        if size(self.width_key) % (4 * size("num_heads")):
-            raise vision.wrong("num_heads", f"a number whose fourfold divides {self.width_key}")
+        if size(self.width_key) % (4 * size(self.heads_key)):
+            raise vision.wrong(self.heads_key, f"a number whose fourfold divides {self.width_key}")
         self.head_size(text)
         size = Sizes(text, self.text_defaults)
         heads = size("num_attention_heads")
@@ -115,7 +119,8 @@ class QwenVL(Family):
 
     def expected(self, config: Fields) -> Expected:
         text, vision = text_fields(config), config.part("vision_config")
-        return Expected(dict([*self._language(text), *self.vision(vision)]), self.tied(config, text))
+        return Expected(dict([*self._language(text), *self.vision(vision), *self.projector(text, vision)]),
+                        self.tied(config, text))
 
     def tied(self, config: Fields, text: Fields) -> bool:
         """Whether the output layer and the embedding are one matrix."""
@@ -163,6 +168,10 @@ class QwenVL(Family):
     @abstractmethod
     def vision(self, vision: Fields) -> Iterator[Named]:
         """Of the vision tower."""
+
+    def projector(self, text: Fields, vision: Fields) -> Iterator[Named]:
+        """Of what lies between tower and language model, if it is no part of the tower."""
+        yield from ()
 
     def patch_shape(self, size: Sizes) -> tuple[int, ...]:
         """Of the convolution that makes patches."""

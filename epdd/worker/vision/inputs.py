@@ -55,8 +55,21 @@ class Patches(VisionInput):
         return {"pixel_values": values, "image_grid_thw": torch.tensor(grids, device=data.device)}
 
 
+class Rows(VisionInput):
+    """PaddleOCRVLImageProcessor: patches [n, channels, patch, patch] row by row, whatever is merged later."""
+
+    def prepare(self, pixels: Pixels, grid: Grid) -> NDArray[np.uint8]:
+        _, rows, columns = grid
+        side = self.info.patch
+        whole = preprocess.resize(pixels, rows * side, columns * side)
+        return whole.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
+
+    def arguments(self, data: torch.Tensor, grids: list[Grid]) -> dict[str, Any]:
+        return {"pixel_values": self.values(data, 1), "image_grid_thw": torch.tensor(grids, device=data.device)}
+
+
 # Family.vision_input -> its rule
-INPUTS: dict[str, type[VisionInput]] = {"patches": Patches}
+INPUTS: dict[str, type[VisionInput]] = {"patches": Patches, "rows": Rows}
 
 
 def table(info: ModelInfo) -> NDArray[np.float32]:

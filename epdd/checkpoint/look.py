@@ -114,7 +114,7 @@ def _check(config: Fields, family: Family, tensors: Mapping[str, Tensor], quanti
             where = headers.SINGLE if len({tensor.file for tensor in tensors.values()}) == 1 else headers.INDEX
             raise ModelError(f"{config.path.parent / where}: lacks {name}, which config.json asks for; take both from "
                              "the same checkpoint")
-        if one.shape != shape:
+        if not wanted.fits(name, one.shape):
             raise ModelError(f"{one.file}: {name} has the shape {list(one.shape)}, but config.json asks for "
                              f"{list(shape)}; take both from the same checkpoint")
         if one.dtype not in headers.DTYPES and name not in scaled:

@@ -15,12 +15,14 @@ from epdd.families.model_info import AUTO, ITEMSIZE
 WHOLE = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vocab_size",
          "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
          "max_position_embeddings", "depth", "embed_dim", "mlp_ratio", "num_heads", "in_channels", "spatial_merge_size",
-         "tokens_per_second", "window_size", "out_hidden_size", "num_position_embeddings")
+         "tokens_per_second", "window_size", "out_hidden_size", "num_position_embeddings", "num_experts",
+         "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 WHOLE_OR_NULL = ("num_key_value_heads", "sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")
 FLOAT = ("initializer_range", "rms_norm_eps")
 FLAG = ("tie_word_embeddings", "use_cache", "attention_bias")
 FLAG_OR_NULL = ("use_sliding_window",)
 WHOLES = ("fullatt_block_indexes", "deepstack_visual_indexes")
+WHOLES_OR_NULL = ("mlp_only_layers",)
 OBJECT_OR_NULL = ("id2label", "label2id", "rope_parameters", "rope_scaling")
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
@@ -43,12 +45,13 @@ def _types(fields: Fields) -> None:
             (WHOLE, int, False, "a whole number"), (WHOLE_OR_NULL, int, True, "a whole number or null"),
             (FLOAT, float, False, "a number with a decimal point"), (FLAG, bool, False, "true or false"),
             (FLAG_OR_NULL, bool, True, "true, false or null"), (WHOLES, list, False, "a list of whole numbers"),
+            (WHOLES_OR_NULL, list, True, "a list of whole numbers or null"),
             (OBJECT_OR_NULL, dict, True, "an object or null")):
         for key in keys:
             value = fields.get(key)
             if fields.has(key) and type(value) is not kind and not (null and value is None):
                 raise fields.wrong(key, wanted)
-    for key in WHOLES:
+    for key in (*WHOLES, *WHOLES_OR_NULL):
         fields.wholes(key)
     for key in ("patch_size", "temporal_patch_size"):
         if fields.has(key) and not _side(fields.get(key)):

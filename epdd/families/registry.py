@@ -15,9 +15,10 @@ from epdd.families.paddleocr_vl import PaddleOcrVL
 from epdd.families.qwen_vl.qwen2_5_vl import Qwen2_5VL
 from epdd.families.qwen_vl.qwen2_vl import Qwen2VL
 from epdd.families.qwen_vl.qwen3_vl import Qwen3VL
+from epdd.families.qwen_vl.qwen3_vl_moe import Qwen3VLMoe
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (
-    Qwen2VL(), Qwen2_5VL(), Qwen3VL(), Glm4V(), Glm46V(), GlmOcr(), PaddleOcrVL())}
+    Qwen2VL(), Qwen2_5VL(), Qwen3VL(), Qwen3VLMoe(), Glm4V(), Glm46V(), GlmOcr(), PaddleOcrVL())}
 
 
 def family(config: Fields) -> Family:

@@ -25,10 +25,20 @@ HARMLESS = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.inv_freq$|^(model\.)?
 
 @dataclass(frozen=True)
 class Expected:
-    """`tied`: HEAD and EMBEDDING are the same matrix, so one of them may be missing."""
+    """`tied`: HEAD and EMBEDDING are the same matrix, so one of them may be missing.
+
+    `either_way`: names of matrices that may be stored turned, their last two sizes swapped; transformers sees by the
+    shape whether they are.
+    """
 
     shapes: dict[str, TensorShape]
     tied: bool
+    either_way: frozenset[str] = frozenset()
+
+    def fits(self, name: str, shape: TensorShape) -> bool:
+        """Whether the tensor may have this shape."""
+        wanted = self.shapes[name]
+        return shape == wanted or name in self.either_way and shape == (*wanted[:-2], wanted[-1], wanted[-2])
 
 
 def linear(name: str, outs: int, ins: int) -> Iterator[Named]:

@@ -396,7 +396,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "small vocabulary": (lambda f: edit(f / "config.json", text_config__vocab_size=300),
                          "config.json asks for [300, 64]"),
     "more tokens than rows": (lambda f: _more_tokens(f / "tokenizer.json"), "vocab_size is 640"),
-    "mixture": (lambda f: edit(f / "config.json", model_type="qwen3_vl_moe"), "'qwen3_vl_moe' is not served"),
+    "cross-attention": (lambda f: edit(f / "config.json", model_type="mllama"), "'mllama' is not served"),
     "resample": (lambda f: edit(f / "preprocessor_config.json", resample=2), "resample is 2"),
     "no resizing": (lambda f: edit(f / "preprocessor_config.json", do_resize=False), "do_resize is false"),
     "other processor": (lambda f: edit(f / "preprocessor_config.json", image_processor_type="CLIPImageProcessor"),

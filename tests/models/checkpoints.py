@@ -28,7 +28,8 @@ from epdd import families  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")        # with a vision tower of their own
+FAMILIES = (*TOWERS, "qwen3_vl_moe")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
             "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
@@ -100,7 +101,7 @@ def write(folder: Path, config: Any, ids: dict[str, int], dtype: str = "float32"
 
 def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
     head = size.hidden // size.heads
-    side = head // 2 * (20 if family == "qwen3_vl" else 24) // 64
+    side = head // 2 * (20 if family.startswith("qwen3_vl") else 24) // 64
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6,
                             "mrope_section": [head // 2 - 2 * side, side, side]}
     text: dict[str, Any] = {
@@ -110,8 +111,8 @@ def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
     }
     vision: dict[str, Any] = {"depth": size.vision_layers, "num_heads": size.vision_heads, "spatial_merge_size": 2,
-                              "temporal_patch_size": 2, "patch_size": 16 if family == "qwen3_vl" else 14}
-    if family == "qwen3_vl":
+                              "temporal_patch_size": 2, "patch_size": 16 if family.startswith("qwen3_vl") else 14}
+    if family.startswith("qwen3_vl"):
         text["head_dim"] = head
         rope["mrope_interleaved"] = True
         vision |= {"hidden_size": size.vision_hidden, "intermediate_size": size.vision_inter, "in_channels": 3,
@@ -124,6 +125,8 @@ def _config(family: str, size: Size, ids: dict[str, int], tie: bool) -> Any:
     else:
         vision |= {"embed_dim": size.vision_hidden, "hidden_size": size.hidden, "in_channels": 3,
                    "mlp_ratio": size.vision_inter // size.vision_hidden}
+    if family == "qwen3_vl_moe":    # the first layer has no experts
+        text |= {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
     text["rope_parameters"] = rope
     return type(transformers.AutoConfig.for_model(family))(
         text_config=text, vision_config=vision, tie_word_embeddings=tie,
@@ -152,8 +155,13 @@ def write_tokenizer(folder: Path, vocab: int = TINY.vocab) -> dict[str, int]:
 
 def _write_processor(folder: Path, family: str, config: Any, size: Size) -> None:
     clip = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+<<<<<<< HEAD
     mean, std = ((0.5,) * 3, (0.5,) * 3) if family == "qwen3_vl" else clip
     write_json(folder / "preprocessor_config.json", {
+=======
+    mean, std = ((0.5,) * 3, (0.5,) * 3) if family.startswith("qwen3_vl") else clip
+    _write_json(folder / "preprocessor_config.json", {
+>>>>>>> 53a0fc4 (Mixtures of experts on CPUs: one compiled call for few rows, products expert by expert for many; Qwen3-VL-MoE is served)
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": config.vision_config.patch_size,
         "temporal_patch_size": 2, "merge_size": 2, "image_mean": mean, "image_std": std,
         "size": {"shortest_edge": 56 * 56, "longest_edge": size.max_pixels}})

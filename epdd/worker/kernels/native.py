@@ -78,6 +78,7 @@ def library() -> ctypes.CDLL | None:
     found.epdd_prefer.argtypes = [ctypes.c_char_p]
     found.epdd_linear.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
     found.epdd_layer.argtypes = [ctypes.c_void_p] * 6
+    found.epdd_experts.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2]
     found.epdd_gemm.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
     found.epdd_flash.argtypes = [ctypes.c_void_p]
     found.epdd_fp8.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 2, ctypes.c_void_p, *[ctypes.c_long] * 3,

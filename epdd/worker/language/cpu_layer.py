@@ -2,7 +2,8 @@
 
 Replaces transformers' own layers, which stay inside: they compute more rows, and are the reference for the kernels'
 results before these are used.  For layers of the Llama kind, as all served families have: two norms, rotary positions
-over whole heads, grouped queries, SwiGLU, with or without biases and norms of queries and keys.
+over whole heads, grouped queries, SwiGLU, with or without biases and norms of queries and keys.  Where experts take the
+place of SwiGLU, one call computes the attention, and the experts are transformers' module (`kernels.experts`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from epdd.worker.kernels import native
+from epdd.worker.kernels import experts, native
 from epdd.worker.kernels.native import MULTIPLE, TYPES, Matrix
 from epdd.worker.language import attention, kv_cache
 
@@ -45,6 +46,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         """`keys` and `values` are the layer's part of the KV pool, [kv heads, tokens, head size]."""
         super().__init__()
         self.original = original
+        self._dense = _is_dense(original)
         at = original.self_attn
         norms = [original.input_layernorm, original.post_attention_layernorm,
                  getattr(at, "q_norm", None), getattr(at, "k_norm", None)]
@@ -52,7 +54,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         self._shape = LayerShape(
             at.q_proj.out_features // at.head_dim, keys.shape[0], at.head_dim,
             at.q_proj.weight.dtype == torch.bfloat16, keys.dtype == torch.bfloat16, keys.shape[1],
-            *(Matrix.of(linear) for linear in _linears(original)),
+            *(Matrix.of(linear) for linear in _linears(original)), *(Matrix() for _ in range(0 if self._dense else 3)),
             *(None if norm is None else norm.weight.data_ptr() for norm in norms), keys.data_ptr(), values.data_ptr(),
             norms[0].variance_epsilon, at.scaling)
 
@@ -67,7 +69,9 @@ class Layer(nn.Module):  # type: ignore[misc]
         out = torch.empty_like(hidden_states)
         kernels.epdd_layer(ctypes.byref(self._shape), ctypes.byref(plan.rows.pointers), cosines.data_ptr(),
                            sines.data_ptr(), hidden_states.data_ptr(), out.data_ptr())
-        return out
+        if self._dense:
+            return out
+        return out + self.original.mlp(self.original.post_attention_layernorm(out))
 
 
 def install(model: Any, pool: kv_cache.KVPool) -> bool:
@@ -76,7 +80,10 @@ def install(model: Any, pool: kv_cache.KVPool) -> bool:
     if native.library() is None or not all(map(_fits, text.layers)) or not native.takes(head):
         return False
     layers = [Layer(layer, *pool.layer(i)) for i, layer in enumerate(text.layers)]
-    error = _error(layers[0], text, pool)
+    one_of_each = {layer._dense: layer for layer in reversed(layers)}
+    error = max(_error(layer, text, pool) if layer._dense else max(_error_before_experts(layer, text, pool),
+                                                                   experts.error(layer.original.mlp.experts))
+                for layer in one_of_each.values())
     tolerance = TOLERANCE[head.weight.dtype] if pool.layer(0)[0].dtype == head.weight.dtype else \
         TOLERANCE[torch.bfloat16]
     if not error <= tolerance:
@@ -87,9 +94,14 @@ def install(model: Any, pool: kv_cache.KVPool) -> bool:
     return True
 
 
+def _is_dense(layer: nn.Module) -> bool:
+    return not hasattr(layer.mlp, "experts")
+
+
 def _linears(layer: nn.Module) -> list[nn.Linear]:
     at, mlp = layer.self_attn, layer.mlp
-    return [at.q_proj, at.k_proj, at.v_proj, at.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    dense = [mlp.gate_proj, mlp.up_proj, mlp.down_proj] if _is_dense(layer) else []
+    return [at.q_proj, at.k_proj, at.v_proj, at.o_proj, *dense]
 
 
 def _fits(layer: nn.Module) -> bool:
@@ -105,6 +117,23 @@ def _fits(layer: nn.Module) -> bool:
                 and layer.self_attn.head_dim % MULTIPLE == 0)
     except AttributeError:
         return False
+
+
+class _Nothing(nn.Module):  # type: ignore[misc]
+    """In the place of experts."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(rows)
+
+
+def _error_before_experts(layer: Layer, text: Any, pool: kv_cache.KVPool) -> float:
+    """Of the attention alone: a difference in the last digit may choose another expert."""
+    mlp = layer.original.mlp
+    layer.original.mlp = _Nothing()
+    try:
+        return float(_error(layer, text, pool))
+    finally:
+        layer.original.mlp = mlp
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ import torch
 from epdd import wire
 from epdd.arena import Mapping
 from epdd.errors import WorkerFailed
-from epdd.worker.kernels import gemm_bf16x3, native, norm, onednn
+from epdd.worker.kernels import experts, gemm_bf16x3, native, norm, onednn
 from epdd.worker.language import attention, batch_inputs, cpu_layer
 from epdd.worker.language.batch_inputs import HostRows
 from epdd.worker.language.language_model import LanguageModel, output
@@ -38,6 +38,8 @@ class CpuModelRunner(ModelRunner):
     def _install_kernels(self, name: str) -> bool:
         """Replace parts of the model by faster ones; returns whether compiled kernels are among them."""
         model = self.language.model
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation(experts.NAME)
         kernels = cpu_layer.install(model, self.language.pool)
         if kernels:
             by_amx = self.language.dtype is torch.float32 and not gemm_bf16x3.missing()

@@ -199,7 +199,7 @@ def test_packed_attention_is_told_who_belongs_together(checkpoint: Callable[...,
         return torch.cat(parts)
 
     monkeypatch.setattr(cuda, "_flash", by_bounds)
-    for family in checkpoints.FAMILIES:
+    for family in checkpoints.TOWERS:
         folder = checkpoint(family)
         facts = families.load(folder)
         from epdd.worker.weights import load

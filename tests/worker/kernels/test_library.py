@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from epdd.worker.kernels import native
+from epdd.worker.kernels import experts, native
 from epdd.worker.language import attention, cpu_layer, kv_cache
 from epdd.worker.language.scheduler import BLOCK_SIZE
 from epdd.worker.weights import load
@@ -29,26 +29,6 @@ CPU = torch.device("cpu")
 def test_it_is_there_where_a_compiler_is() -> None:
     """Else the tests below are skipped, and sources that do not compile go unnoticed."""
     assert native.PATH.exists()
-
-
-@pytest.fixture(params=["AMX", "AVX-512", "AVX2"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each set of instructions that this CPU has."""
-    library = native.library()
-    assert library is not None
-    library.epdd_prefer(request.param.encode())
-    if library.epdd_instructions().decode() != request.param:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    library.epdd_prefer(b"")
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -186,6 +166,21 @@ def test_a_model_is_exchanged_only_where_its_layers_come_out_right(
     assert cpu_layer.install(model, pool)
     assert all(isinstance(one, cpu_layer.Layer) for one in model.get_decoder().layers)
     assert isinstance(model.get_output_embeddings(), native.FewRowsLinear)
+
+
+@built
+def test_experts_that_come_out_wrong_keep_the_model_as_it_is(
+        checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = language(checkpoint("qwen3_vl_moe"))
+    pool = kv_cache.KVPool(model.get_decoder().config, 1024, torch.float32, CPU)
+    dense, sparse = model.get_decoder().layers[:2]
+    assert not hasattr(dense.mlp, "experts") and hasattr(sparse.mlp, "experts")
+    right = experts.forward
+    monkeypatch.setattr(experts, "forward", lambda *given: 1.01 * right(*given))
+    assert not cpu_layer.install(model, pool) and "not used" in caplog.text
+    monkeypatch.setattr(experts, "forward", right)
+    assert cpu_layer.install(model, pool)
+    assert [one.original for one in model.get_decoder().layers[:2]] == [dense, sparse]
 
 
 @built

@@ -48,7 +48,7 @@ class Bench:
             self.family.planes, -1, self.family.hidden)
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_embeddings_equal_the_untouched_tower(checkpoint: Callable[..., str], family: str) -> None:
     folder = checkpoint(family)
     bench = Bench(folder)
@@ -64,7 +64,7 @@ def test_embeddings_equal_the_untouched_tower(checkpoint: Callable[..., str], fa
             str(i), wanted.shape[1], wanted.nbytes, "float32")
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_the_folded_patch_embedding_equals_the_convolution(checkpoint: Callable[..., str], family: str) -> None:
     folder = checkpoint(family)
     facts = families.load(folder)

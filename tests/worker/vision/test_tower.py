@@ -26,7 +26,7 @@ def patches(image: Image.Image, family: families.ModelInfo) -> torch.Tensor:
     return torch.from_numpy(preprocess.patches(np.asarray(image.convert("RGB")), family, family.grid(*image.size)))
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_packed_images_equal_the_untouched_tower_each_alone(checkpoint: Callable[..., str], family: str) -> None:
     made = loaded(checkpoint(family))
     images = [checkpoints.picture(*size, seed=i) for i, size in enumerate(SIZES)]

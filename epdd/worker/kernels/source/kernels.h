@@ -2,29 +2,12 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #ifdef AMX
 #include "flash.h"
 #endif
 
 namespace {
-
-// What is multiplied by weights of a type.
-template <class W> struct OperandOf { typedef Panel Type; };
-#ifdef AMX
-template <> struct OperandOf<bfloat16> { typedef Pairs Type; };
-#endif
-
-// Hands out scratch memory; without any, counts what is needed.
-struct Memory {
-    float *base;
-    long used = 0;
-
-    float *take(long count) {
-        float *taken = base == nullptr ? nullptr : base + used;
-        used += (count + 15) / 16 * 16;
-        return taken;
-    }
-};
 
 // Root mean square norm; put(at, vector) takes the result.
 template <class In, class W, class Put>
@@ -77,12 +60,14 @@ template <class W, class KV> class Step {
             unite(member);
 #pragma omp barrier
             leave(member);
+            if (layer.gate.weights != nullptr) {
 #pragma omp barrier
-            norm(member, middle, layer.middle_norm);
+                norm(member, middle, layer.middle_norm);
 #pragma omp barrier
-            widen(member);
+                widen(member);
 #pragma omp barrier
-            narrow(member);
+                narrow(member);
+            }
         }
     }
 
@@ -205,6 +190,10 @@ template <class W, class KV> class Step {
         for (long row = 0; row < rows.count; row++)
             for (long at = row * hidden + share.begin; at < row * hidden + share.end; at += LANES)
                 store(middle + at, load(middle + at) + load(in + at));
+        if (layer.gate.weights == nullptr)
+            for (long row = 0; row < rows.count; row++)
+                for (long at = row * hidden + share.begin; at < row * hidden + share.end; at += LANES)
+                    store(out + at, load(middle + at));
     }
 
     // SwiGLU: gate / (1 + e^-gate) x up.
@@ -278,4 +267,4 @@ constexpr bool (*flash)(const Heads &) = nullptr;
 
 }
 
-extern const Kernels KERNELS = {any_linear, any_layer, gemm, flash};
+extern const Kernels KERNELS = {any_linear, any_layer, experts, gemm, flash};

@@ -105,6 +105,12 @@ void epdd_layer(const Layer *layer, const Rows *rows, const void *cosines, const
     chosen->kernels->layer(*layer, *rows, cosines, sines, in, out);
 }
 
+// A mixture of experts as `mix_experts` has it.
+void epdd_experts(const Experts *experts, const long *choices, const float *weights, long rows, long each, const void *in,
+                  float *out) {
+    mix_experts(*chosen->kernels, *experts, choices, weights, rows, each, in, out);
+}
+
 // Whether there are kernels for many rows of float32.
 int epdd_has_gemm() { return chosen->kernels != nullptr && chosen->kernels->gemm != nullptr; }
 

@@ -11,7 +11,8 @@ struct Matrix {
     long outputs, inputs;
 };
 
-// A decoder layer: its weights and norms are all float32 or all bfloat16, its keys and values either.
+// A decoder layer: its weights and norms are all float32 or all bfloat16, its keys and values either.  Without weights of
+// `gate` it ends after the attention, its result added to the input.
 struct Layer {
     long heads, kv_heads, size;                 // of attention; `size` of a head
     long half_weights, half_cache;              // whether they are bfloat16
@@ -31,6 +32,32 @@ struct Rows {
     const long *starts, *lengths;   // the rows of the pool it attends to, its own the last
 };
 
+// The experts of a layer, all float32 or all bfloat16: their matrices one after another.
+struct Experts {
+    long count, hidden, inner, half_weights;
+    const void *gate_up, *down;     // [count, gate before up, inner, hidden], [count, hidden, inner]
+};
+
+// The rows that chose one expert: pairs [first, first + count).
+struct Group {
+    long expert, first, count;
+    float *normal, *wide;           // the kernel's own: where operands lie
+};
+
+// A row, and one of its experts with its weight.
+struct Pair {
+    long row, group;
+    float weight;
+};
+
+// Which experts the rows chose, `each` at most.
+struct Choices {
+    long rows, each, group_count, pair_count;
+    Group *groups;                  // in the order of experts
+    const Pair *pairs;              // group by group, in each in the order of rows
+    const long *of_row;             // [rows, each], the pairs of a row, in the order of experts; -1: no more
+};
+
 enum Activation : int { NONE, GELU_TANH, SILU };
 
 // Attention's operands, all float32: rows of `count` heads of `size` elements, `*_stride` apart, and segments of
@@ -47,6 +74,7 @@ struct Heads {
 struct Kernels {
     void (*linear)(const Matrix &, bool half, const void *in, float *out, long rows);
     void (*layer)(const Layer &, const Rows &, const void *cosines, const void *sines, const void *in, void *out);
+    void (*experts)(const Experts &, const Choices &, const void *in, float *out);
     // For many rows of float32; null where torch does as well.  Whether there was memory for it.
     bool (*gemm)(const Matrix &, const float *in, float *out, long rows, Activation);
     bool (*flash)(const Heads &);
@@ -54,6 +82,11 @@ struct Kernels {
 
 // One for each set of instructions; the last is empty where the compiler is too old for it.
 extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
+
+// out [rows, hidden] of float32 = the sum of what the `chosen` experts [rows, each] make of `in` [rows, hidden], of the
+// weights' type, times `weights`; a number that is no expert's counts for none.
+void mix_experts(const Kernels &kernels, const Experts &experts, const long *chosen, const float *weights, long rows,
+                 long each, const void *in, float *out);
 
 // `rows` rows of a matrix of FP8 numbers from row `top` on, each block of `high` x `wide` of the matrix with one of
 // `scales`, to float32 or, `half`, bfloat16.  Says whether one of them is NaN.

@@ -14,7 +14,7 @@ from tests.models import checkpoints
 from tests.worker.vision.test_tower import loaded
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_prepacked_planes_are_those_of_plain_torch(checkpoint: Callable[..., str], family: str) -> None:
     made = loaded(checkpoint(family))
     batch = choice.probe(made, 64)
@@ -29,7 +29,7 @@ def test_prepacked_planes_are_those_of_plain_torch(checkpoint: Callable[..., str
 
 
 @pytest.mark.skipif(gemm_bf16x3.missing() != "", reason=gemm_bf16x3.missing())
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_planes_by_amx_are_those_of_plain_torch(checkpoint: Callable[..., str], family: str) -> None:
     made = loaded(checkpoint(family))
     batch = choice.probe(made, 64)
@@ -51,7 +51,7 @@ def test_amx_is_for_float32(checkpoint: Callable[..., str], monkeypatch: pytest.
     assert amx.Amx().missing(made) == "not for bfloat16"
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", checkpoints.TOWERS)
 def test_int8_planes_are_near_and_pixels_are_not_quantised(checkpoint: Callable[..., str], family: str) -> None:
     made = loaded(checkpoint(family))
     batch = choice.probe(made, 64)

@@ -14,7 +14,7 @@ from tests.field.table import Case
 
 # Name -> settings.  Nearly all cases use the shared daemon.
 SETTINGS: dict[str, dict[str, object]] = {
-    "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 4, "fleet__stall_s": 5},
+    "shared": {"encoder__workers": 2, "media__fetch": "allowlist", "media__timeout_s": 4, "fleet__stall_s": 15},
     # Low limits, and images from public addresses, which is the default.
     "small": {"encoder__workers": 1, "model__max_model_len": 128, "arena__bytes": 40 << 10,
               "server__max_body_bytes": 8 << 20,

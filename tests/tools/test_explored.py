@@ -1,5 +1,6 @@
 """Schedules of dispatch explored by tools/explore: none breaks an invariant, and planted faults are found."""
 
+import gc
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -19,6 +20,12 @@ from tools.explore.__main__ import SMALL, all_of, at_random, explore
 from tools.explore.memory import Violation
 
 pytestmark = pytest.mark.takes(70)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left():
+    """Clients of other tests that are collected in an explored loop would close themselves in it."""
+    gc.collect()
 
 
 def test_a_thousand_random_schedules_hold():

@@ -155,13 +155,8 @@ def write_tokenizer(folder: Path, vocab: int = TINY.vocab) -> dict[str, int]:
 
 def _write_processor(folder: Path, family: str, config: Any, size: Size) -> None:
     clip = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-<<<<<<< HEAD
-    mean, std = ((0.5,) * 3, (0.5,) * 3) if family == "qwen3_vl" else clip
-    write_json(folder / "preprocessor_config.json", {
-=======
     mean, std = ((0.5,) * 3, (0.5,) * 3) if family.startswith("qwen3_vl") else clip
-    _write_json(folder / "preprocessor_config.json", {
->>>>>>> 53a0fc4 (Mixtures of experts on CPUs: one compiled call for few rows, products expert by expert for many; Qwen3-VL-MoE is served)
+    write_json(folder / "preprocessor_config.json", {
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": config.vision_config.patch_size,
         "temporal_patch_size": 2, "merge_size": 2, "image_mean": mean, "image_std": std,
         "size": {"shortest_edge": 56 * 56, "longest_edge": size.max_pixels}})

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from contextlib import suppress
+from importlib import import_module
 
 # The fork server ends when the daemon does.  Taking torch apart would then take seconds; workers, which are its forks,
 # leave by themselves and never come here.
@@ -30,12 +32,13 @@ PRIMITIVES_KEPT = "32"
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", PRIMITIVES_KEPT)
 os.environ.setdefault("LRU_CACHE_CAPACITY", PRIMITIVES_KEPT)
 
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F401
-from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: E402, F401
-from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402, F401
-
+from epdd.families.registry import FAMILIES  # noqa: E402
 from epdd.worker.language import cpu_runner, engine  # noqa: E402, F401
 from epdd.worker.vision import encoder  # noqa: E402, F401
+
+for kind in FAMILIES:
+    with suppress(ImportError):     # a family that this version of transformers lacks: loading one says so
+        import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 # All of this stays: without it a full collection in a worker takes half a second, in the middle of an answer,
 # and writes to pages that all workers share.

@@ -67,7 +67,7 @@ endif
 .PHONY: FORCE
 
 # constraints.txt holds the versions that were tested together; setup.cfg holds what may work.
-$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/kernels/source/*.* epdd/worker/kernels/source/isa/*) constraints.txt $(AGAIN)
+$(VENV)/.installed: setup.cfg setup.py $(wildcard epdd/worker/kernels/source/*.* epdd/worker/kernels/source/*/*) constraints.txt $(AGAIN)
 	@tools/venv.sh $(VENV) $(PYTHON)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@echo "$(COMPILER)" >$@

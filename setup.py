@@ -9,7 +9,8 @@ setup(ext_modules=[Extension(
     sources=[SOURCE + name for name in ("library.cpp", "fp8.cpp", "experts.cpp", "isa/avx2.cpp", "isa/avx512.cpp",
                                         "isa/amx.cpp")],
     depends=[SOURCE + name for name in ("library.h", "vectors.h", "products.h", "tiles.h", "operands.h", "attention.h",
-                                        "experts.h", "kernels.h", "split.h", "gemm.h", "flash.h")],
+                                        "experts.h", "kernels.h", "many_rows/split.h", "many_rows/gemm.h",
+                                        "many_rows/flash.h")],
     include_dirs=[SOURCE],
     # Compiled for OpenMP and not linked with it: the calls find the runtime that torch has loaded.
     extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-Wno-psabi", "-Wno-maybe-uninitialized"],

@@ -33,7 +33,7 @@ from epdd.dispatch.history import History
 from epdd.dispatch.pipeline import Pipeline
 from epdd.emulation import Emulation
 from epdd.errors import AddressTaken, ConfigError, StartupError
-from epdd.families import weights
+from epdd.checkpoint import identity
 from epdd.fleet.placement_watcher import PlacementWatcher
 from epdd.fleet.process import ForkServer, preload_modules
 from epdd.fleet.supervisor import Supervisor
@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> int:
         found = checkpoint.look(settings.model.path or str(families.DEMO))
         for warning in found.warnings:
             logger.warning("model %s", warning)
-        family = replace(found.family, weights=weights.identity(found.folder))
+        family = replace(found.family, weights=identity.digest(found.folder))
         emulated = emulation.load(settings.emulation, found.prompts.tokenizer)
         if emulated is not None:
             logger.warning("the fleet is emulated profile=%s answers=%s scale=%g", emulated.profile.name,

@@ -37,7 +37,7 @@ class WorkerSpec:
     numa_node: int | None           # memory is bound to it; None: not bound
     threads: int                    # OpenMP threads
     model: str                      # checkpoint folder
-    weights: str = ""               # digest of its files by families.weights; empty: not checked
+    weights: str = ""               # digest of its files by checkpoint.identity; empty: not checked
     eos_ids: tuple[int, ...] = ()   # tokens that end an answer; empty: those in the checkpoint's settings
     dtype: str = "auto"             # "auto" (best for this device and checkpoint), "float32", "bfloat16"
     arena_bytes: int = 0            # size of the whole arena

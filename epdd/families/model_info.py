@@ -54,7 +54,7 @@ class ModelInfo:
     vocab: int                  # rows of the embedding table: ids that a client may name are below
     eos_ids: tuple[int, ...]
     defaults: Defaults = Defaults()
-    weights: str = ""           # digest by families.weights; empty: not known
+    weights: str = ""           # digest by checkpoint.identity; empty: not known
     stored: str = "bfloat16"    # dtype of the weights in config.json; empty: not named
     parameters: tuple[int, int] = (0, 0)    # of vision tower and language model; zeros: not known
     vision_width: int = 0

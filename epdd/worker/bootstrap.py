@@ -25,7 +25,7 @@ import msgspec
 
 from epdd import log as logs, wire
 from epdd.errors import DeviceError, EpddError, StartupError
-from epdd.families import weights
+from epdd.checkpoint import identity
 from epdd.worker.process import readahead
 from epdd.worker.process.thread_name import name_thread
 
@@ -107,13 +107,13 @@ def _start(spec: wire.WorkerSpec, arena: Descriptor | None, connection: Any) -> 
         huge_bytes = mapping.huge_bytes     # before it maps what is not its slice
         threading.Thread(target=_map_others_slices, args=(mapping,), daemon=True).start()
     report("weights", 0.0)
-    weights.check(spec.model, spec.weights)
+    identity.check(spec.model, spec.weights)
     # An emulated role waits on the socket while its time passes.
     waiting = (connection.wait,) if spec.emulated else ()
     loads = spec.emulated is None or spec.emulated.answers == "demo"
     with readahead.read_ahead(spec.model, spec.role, lambda done: report("weights", done)) if loads else nullcontext():
         role = make_role(spec, mapping, connection.send, *waiting)
-    weights.check(spec.model, spec.weights)         # they may have been changed while they were read
+    identity.check(spec.model, spec.weights)         # they may have been changed while they were read
     report("warm-up", 0.0)
     ready = role.warm_up(lambda done: report("warm-up", done))
     ctypes.CDLL(None).malloc_trim(0)    # loading and trials took more than serving will

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from epdd import checkpoint as looks
-from epdd.checkpoint import headers
+from epdd.checkpoint import headers, identity
 from epdd.errors import ModelError
-from epdd.families import Defaults, weights
+from epdd.families import Defaults
 from epdd.worker.vision import preprocess
 from epdd.worker.weights import load
 from tests.models import checkpoints
@@ -145,15 +145,15 @@ def test_links_into_blobs_as_in_the_hubs_cache(folder: Path, tmp_path: Path) -> 
 
 def test_the_processors_settings_as_transformers_5_writes_them(folder: Path) -> None:
     before = looks.look(str(folder)).family
-    identity = weights.identity(str(folder))
+    before = identity.digest(str(folder))
     image = read(folder / "preprocessor_config.json")
     (folder / "preprocessor_config.json").unlink()
     assert "preprocessor_config.json" in refused(folder)
     edit(folder / "processor_config.json", image_processor=image, processor_class="Qwen3VLProcessor")
     assert looks.look(str(folder)).family == before
-    again = weights.identity(str(folder))
+    again = identity.digest(str(folder))
     edit(folder / "processor_config.json", image_processor__image_mean=[0.4, 0.5, 0.6])
-    assert len({identity, again, weights.identity(str(folder))}) == 3
+    assert len({before, again, identity.digest(str(folder))}) == 3
     assert looks.look(str(folder)).family.mean == (0.4, 0.5, 0.6)
 
 

@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "experts.h"
 #ifdef AMX
-#include "flash.h"
+#include "many_rows/flash.h"
 #endif
 
 namespace {

@@ -7,7 +7,7 @@ import pytest
 
 from epdd import families
 from epdd.errors import ModelError
-from epdd.families import weights
+from epdd.checkpoint import identity
 
 
 @pytest.fixture
@@ -17,12 +17,12 @@ def folder(tmp_path):
 
 
 def test_a_copy_is_the_same_and_so_is_a_touched_file(folder):
-    before = weights.identity(str(families.DEMO))
-    assert weights.identity(str(folder)) == before
+    before = identity.digest(str(families.DEMO))
+    assert identity.digest(str(folder)) == before
     os.utime(folder / "model.safetensors", (1, 1))
     (folder / "README.md").write_text("other words")
-    weights.check(str(folder), before)
-    weights.check(str(folder), "")
+    identity.check(str(folder), before)
+    identity.check(str(folder), "")
 
 
 @pytest.mark.parametrize("change", [
@@ -37,7 +37,7 @@ def test_a_copy_is_the_same_and_so_is_a_touched_file(folder):
     lambda file: (file.parent / "config.json").write_text("{}"),
 ], ids=["cut by a byte", "cut short", "empty", "other end", "other weights", "renamed", "one more", "gone", "settings"])
 def test_other_files_are_refused(folder, change):
-    before = weights.identity(str(folder))
+    before = identity.digest(str(folder))
     change(folder / "model.safetensors")
     with pytest.raises(ModelError, match="not those that the daemon began with"):
-        weights.check(str(folder), before)
+        identity.check(str(folder), before)

@@ -145,7 +145,7 @@ def test_links_into_blobs_as_in_the_hubs_cache(folder: Path, tmp_path: Path) -> 
 
 def test_the_processors_settings_as_transformers_5_writes_them(folder: Path) -> None:
     before = looks.look(str(folder)).family
-    before = identity.digest(str(folder))
+    first = identity.digest(str(folder))
     image = read(folder / "preprocessor_config.json")
     (folder / "preprocessor_config.json").unlink()
     assert "preprocessor_config.json" in refused(folder)
@@ -153,7 +153,7 @@ def test_the_processors_settings_as_transformers_5_writes_them(folder: Path) -> 
     assert looks.look(str(folder)).family == before
     again = identity.digest(str(folder))
     edit(folder / "processor_config.json", image_processor__image_mean=[0.4, 0.5, 0.6])
-    assert len({before, again, identity.digest(str(folder))}) == 3
+    assert len({first, again, identity.digest(str(folder))}) == 3
     assert looks.look(str(folder)).family.mean == (0.4, 0.5, 0.6)
 
 

@@ -59,7 +59,7 @@ def test_two_keys_at_once_are_two_encodings(daemon):
 def test_many_requests_of_one_key_do_not_keep_another_waiting(daemon):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         # Long enough that a heartbeat sees them wait, on the fastest machine.
-        many = [pool.submit(ask, daemon, "alice", f"number {i}", n=4, max_tokens=1000, ignore_eos=True)
+        many = [pool.submit(ask, daemon, "alice", f"number {i}", n=4, max_tokens=500, ignore_eos=True)
                 for i in range(10)]
         daemon.wait(lambda status: sum(worker.get("waiting") or 0 for worker in status["workers"]) >= 30)
         ask(daemon, "bob", "hello")
